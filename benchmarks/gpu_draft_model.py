@@ -22,9 +22,10 @@ the ratio of two sides, run by run, or the speed of one side. Further rows have 
 torch's profiler: launches, time on the device, and its idle share. Others have the memory and the time of the captures.
 
 A side that fails is reported and left out. Rows are written after every round, so an interrupted run has some. Rows of
-other requests and sides stay in the file. The script takes about 7 minutes with the defaults (`off`, `v1` and `on`): 2
-until all three are ready, `--seconds` (200) of measuring, and 1 of profiling. With any other side the rows go to the
-file gpu_draft_runners.jsonl. These two calls give the figures of `benchmarks/picture.py`:
+other requests and sides stay in the file, and with `--no-profile` those of the profiler. The script takes about 7
+minutes with the defaults (`off`, `v1` and `on`): 2 until all three are ready, `--seconds` (200) of measuring, and 1 of
+profiling. With any other side the rows go to the file gpu_draft_runners.jsonl. These two calls give the figures of
+`benchmarks/picture.py`:
 
     python benchmarks/gpu_draft_model.py --sides v1 on_v1 eagle_v1 eagle_on_v1 --seconds 150 --no-profile
     python benchmarks/gpu_draft_model.py --sides off on eagle none --seconds 100 --no-profile
@@ -61,7 +62,7 @@ from gpu_engine import (
 )
 from results import FOLDER, Row, row, show, this_machine, write
 
-from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all
 
 NAME = "draft_model"
 
@@ -203,8 +204,7 @@ class Run:
         print(f"PROBLEM: {problem}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
+        close_all(self.engines.values())
 
 
 def side_environment(side: Side, options: argparse.Namespace) -> dict[str, str]:
@@ -353,7 +353,8 @@ def save(rows: list[Row], options: argparse.Namespace) -> None:
         + ("" if options.backend == "FLASH_ATTN" else "_triton")
         + ("_cow" if options.cow else "")
     )
-    in_part = set(options.requests) != set(REQUESTS) or set(options.sides) != set(DEFAULT_SIDES)
+    all_loads, all_sides = set(options.requests) == set(REQUESTS), set(options.sides) == set(DEFAULT_SIDES)
+    in_part = not (all_loads and all_sides and options.profile)
     if rows and not options.small:
         write(this_machine(), name, rows, options.folder, keep=in_part)
 

@@ -51,7 +51,7 @@ from typing import Any
 
 from results import FOLDER, Row, ratios, row, save, this_machine
 
-from nwor_ops.testing.engine_process import EngineProcess, engine_environment
+from nwor_ops.testing.engine_process import EngineProcess, close_all, engine_environment
 
 HERE = pathlib.Path(__file__).resolve().parent
 K, ACCEPTANCE_LENGTH, ACCEPTANCE_DIFFERENCE = 4, 2.5, 0.05
@@ -507,8 +507,7 @@ def main() -> None:
             if not options.control:
                 rows += profile_steps(options.mode, sides, requests)
         finally:
-            for engine in engines.values():
-                engine.close()
+            close_all(engines.values())
     target = pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder
     save(this_machine(), result_name("gpu_engine", options), rows, target)
 

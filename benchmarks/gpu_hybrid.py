@@ -64,7 +64,7 @@ from gpu_engine import (
 )
 from results import FOLDER, Row, circumstances, ratios, read, row, show, this_machine, write
 
-from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all
 
 NAME = "gpu_hybrid"
 GIB = 1 << 30
@@ -434,8 +434,7 @@ def main() -> int:
                 finally:
                     engines.pop(vanilla).close()
         finally:
-            for engine in engines.values():
-                engine.close()
+            close_all(engines.values())
         if rows := best_figures(known_rows(target, results), TARGETS if results == NAME else {}):
             keep(rows)
     for problem in problems:

@@ -54,7 +54,7 @@ from gpu_engine import (
 )
 from results import FOLDER, Row, show, this_machine, write
 
-from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all
 
 NAME = "gpu_methods"
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -207,8 +207,7 @@ class Run:
                 try:
                     ready = dict(zip(sides, pool.map(partial(self._is_ready, name), engines.items()), strict=True))
                 except BaseException:  # after control-C, the threads wait for answers that never come
-                    for engine in engines.values():
-                        engine.close()
+                    close_all(engines.values())
                     raise
             for side in [side for side in sides if not ready[side]]:
                 engines.pop(side).close()
@@ -221,8 +220,7 @@ class Run:
             print(f"{name}: ready after {time.monotonic() - began:.0f} s", flush=True)
             yield engines
         finally:
-            for engine in engines.values():
-                engine.close()
+            close_all(engines.values())
 
     def _launch(self, name: str, side: Side, cache: pathlib.Path) -> EngineProcess:
         # vLLM would derive the method from the name of a drafter's folder.

@@ -53,7 +53,7 @@ from gpu_engine import (
 from gpu_methods import CAPTURES, WARM_UP_TOKENS
 from results import FOLDER, Row, row, show, this_machine, write
 
-from nwor_ops.testing.engine_process import NCCL_ALONE, EngineFailed, EngineProcess
+from nwor_ops.testing.engine_process import NCCL_ALONE, EngineFailed, EngineProcess, close_all
 
 NAME = "gpu_parallel"
 TARGETS = {"cow": 0.995, "stage": 0.99}
@@ -214,8 +214,7 @@ class Run:
         show(rows)
 
     def close(self) -> None:
-        with ThreadPoolExecutor(max(len(self.engines), 1)) as pool:  # they have ranks to wait for
-            list(pool.map(EngineProcess.close, self.engines.values()))
+        close_all(self.engines.values())
 
 
 def added(name: str, count: int, answers: list[dict[str, Any]]) -> Row:

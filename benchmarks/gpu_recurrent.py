@@ -52,7 +52,7 @@ from gpu_methods import GIB, METHODS, QWEN_9B
 from gpu_step_profile import LAUNCHES, total
 from results import FOLDER, Row, row, show, this_machine, write
 
-from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all
 
 NAME = "gpu_recurrent"
 SIDES = {"vanilla": {}, "recurrent": {"VLLM_NWOR_RECURRENT": "1"}}
@@ -107,8 +107,7 @@ def start(
             if bool(versions["one_states"]) != (side == "recurrent"):
                 raise RuntimeError(f"{side}: {versions['one_states'] or 'there is one state per draft'}")
     except BaseException:
-        for engine in engines.values():
-            engine.close()
+        close_all(engines.values())
         raise
     return engines
 
@@ -248,8 +247,7 @@ def main() -> int:
             except (EngineFailed, RuntimeError) as error:
                 problems.append(str(error))
             finally:
-                for engine in engines.values():
-                    engine.close()
+                close_all(engines.values())
     for problem in problems:
         print(f"PROBLEM: {problem}", file=sys.stderr)
     return 1 if problems else 0

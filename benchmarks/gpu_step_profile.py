@@ -30,6 +30,8 @@ from gpu_engine import (
 )
 from results import FOLDER, Row, row, save, this_machine
 
+from nwor_ops.testing.engine_process import close_all
+
 LAYERS, REQUESTS = 8, 16
 TIMED_STEPS = 400
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
@@ -90,8 +92,7 @@ def main() -> None:
             steps = 100 if options.small else TIMED_STEPS
             added = sides["profiled", "on"].ask(f"host {REQUESTS} {steps}")["added"]
         finally:
-            for engine in engines.values():
-                engine.close()
+            close_all(engines.values())
     if not options.small and not all(counted[side]["kernels"] and counted[side]["calls"] for side in counted):
         raise RuntimeError("the profiler recorded no kernels or no runtime calls: nothing can be said")
     rows = figures(counted["on"], counted["off"], {name: seconds for name, seconds in added.items() if seconds})

@@ -21,7 +21,7 @@ from torch import Tensor
 import nwor_ops
 from nwor_ops.cli import doctor, self_test, self_test_calls
 from nwor_ops.ops import registry
-from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, engine_environment
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
 from nwor_ops.testing.oracle import drafter as oracle_drafter
 
 CPU = torch.device("cpu")
@@ -567,6 +567,24 @@ def failed_start(tmp_path: Path, program: str) -> EngineFailed:
     finally:
         engine.close()
     return caught.value
+
+
+def test_engines_close_at_the_same_time(tmp_path):
+    program = tmp_path / "program.py"
+    # Each writes when it is told to end, and ends after all others were told too.
+    program.write_text("""
+import pathlib, sys, time
+print("{}", flush=True)
+sys.stdin.read()
+job = pathlib.Path(sys.argv[1])
+(job.parent / f"{job.name}.told").touch()
+while len(list(job.parent.glob("*.told"))) < 3:
+    time.sleep(0.01)
+(job.parent / f"{job.name}.ended").touch()
+""")
+    engines = [EngineProcess(str(number), {}, tmp_path, dict(os.environ), (str(program),)) for number in range(3)]
+    close_all(engines)
+    assert len(list(tmp_path.glob("*.ended"))) == 3
 
 
 def test_an_engine_that_cannot_start_says_so_in_a_sentence(tmp_path):
