@@ -68,11 +68,14 @@ def test_the_readme_has_three_commands() -> None:
 
 
 @pytest.fixture(scope="module")
-def servers(engines: Any) -> Iterator[dict[tuple[str, str], Server]]:
-    """Start the servers of all audited tests together, because start-up takes most of the time. Each test waits for its
-    own two."""
+def servers(engines: Any, request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], Server]]:
+    """Start the servers of all selected audited tests together, because start-up takes most of the time.
+
+    Each test waits for its own two."""
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == test_audited.__name__]
     started = {}
-    for feature, command in COMMANDS.items():
+    for feature in (item.callspec.params["feature"] for item in items):
+        command = COMMANDS[feature]
         more = ("--num-gpu-blocks-override", str(BLOCKS[feature]), *SMALL_CACHE)
         audited = command.environment | {"VLLM_NWOR_AUDIT": "1"}
         started[feature, "vanilla"] = serve(command, engines, "vanilla", {"VLLM_PLUGINS": ""}, SMALL_CACHE)
