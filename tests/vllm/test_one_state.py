@@ -22,6 +22,7 @@ import numpy
 import pytest
 import torch
 from engines import Engines, model_folder, prompts
+from one_state_layers import Launches
 from processes import interpreted
 from tiny_models import write_models
 from torch import Tensor
@@ -1126,8 +1127,12 @@ def test_states_at_the_ends_of_blocks_equal_those_with_a_state_per_draft() -> No
 
 
 def test_a_step_far_from_the_end_of_a_block_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, aligned, _, _ = aligned_runner(columns=12)
+    _, aligned, context, _ = aligned_runner(columns=12)
     monkeypatch.setattr(aligned, "_block_size", 100)
+
+    counts = [torch.tensor([number], dtype=torch.int32) for number in (3, 3, 0, 1, 350)]
+    column, source, bias, accepted, computed = counts
+    mapping = torch.tensor([0])
 
     def launches(length: int, scheduled: int) -> bool:
         batch = SimpleNamespace(
@@ -1136,7 +1141,10 @@ def test_a_step_far_from_the_end_of_a_block_launches_nothing(monkeypatch: pytest
             num_scheduled_tokens=numpy.array([scheduled]),
         )
         aligned.look_at(batch)
-        return aligned._may_cross
+        with Launches() as made:
+            context.run_fused_precopy(1, column, source, bias, mapping)
+            context.run_fused_postprocess_align(1, accepted, column, computed, mapping)
+        return made.count > 0
 
     assert [length for length in range(300, 400) if launches(length, 4)] == [*range(300, 317), *range(397, 400)]
     assert launches(350, 60)

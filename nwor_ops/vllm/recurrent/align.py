@@ -108,16 +108,18 @@ class AlignedStates:
 
         If both are the same block, its state is folded in place. vLLM then continues as if one token was accepted.
         """
+        if not self._may_cross:
+            copy(num_reqs, num_accepted_tokens_gpu, state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping)
+            return
         requests = idx_mapping[:num_reqs].long()
         accepted = num_accepted_tokens_gpu[requests]  # before vLLM changes it
         copy(num_reqs, num_accepted_tokens_gpu, state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping)
-        if self._may_cross:
-            computed = new_num_computed_tokens_gpu[requests].to(torch.int32)
-            first = computed - accepted + 1  # tokens up to the first one of the window, which is included
-            full = computed // self._block_size * self._block_size
-            target = full // self._block_size - 1
-            rows = full - first + 1
-            self._fold(requests, state_idx_gpu[requests], target, full >= first, rows, keep_source=True)
+        computed = new_num_computed_tokens_gpu[requests].to(torch.int32)
+        first = computed - accepted + 1  # tokens up to the first one of the window, which is included
+        full = computed // self._block_size * self._block_size
+        target = full // self._block_size - 1
+        rows = full - first + 1
+        self._fold(requests, state_idx_gpu[requests], target, full >= first, rows, keep_source=True)
 
     def _fold(
         self, requests: Tensor, source: Tensor, target: Tensor, moves: Tensor, rows: Tensor, keep_source: bool
