@@ -13,6 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 
 from nwor_ops import RecurrentCache, RecurrentMemory, RecurrentStates, RecurrentStats, ops
+from nwor_ops.recurrent.cursors import SkippedRequests
 from nwor_ops.transaction.state import State
 
 
@@ -533,6 +534,19 @@ def test_requests_that_a_window_skips_are_counted(device):
     decoding.begin([1, 2], [1, 1])
     decoding.states.cancel()
     assert decoding.states.stats().skipped_requests == 2
+
+
+def test_the_count_of_skipped_requests_is_copied_a_few_times_per_second(device):
+    skipped = SkippedRequests(torch.device(device))
+    skipped.copy()
+    skipped.counter += 2
+    skipped.copy()  # too early
+    assert (skipped.latest(), skipped.now()) == (0, 2)
+    skipped.PERIOD = 0.0
+    skipped.copy()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert skipped.latest() == 2
 
 
 def test_stats_need_allocated_states():

@@ -235,6 +235,11 @@ def test_other_arguments(case):
         refused(call, arguments, name, value, rf"^{where}:? ", error)
 
 
+def test_a_current_manager_of_another_class():
+    with pytest.raises(TypeError, match="manager must be a DraftCommitManager or None, got 3"):
+        set_current_manager(3)  # type: ignore[arg-type]
+
+
 def test_unknown_settings_of_any_type():
     with pytest.raises(ValueError, match=r"^nwor: unknown settings \[3, 'modes'\]"):
         NworConfig.load({"nwor": {"modes": 1, 3: 2}})

@@ -113,6 +113,20 @@ def test_one_call_for_each_end(mode, end):
         assert calls_of(engine, requests, end) == (["_begin_bound"], [bound])
 
 
+def test_a_bound_commit_looks_at_the_log_rows_of_its_window_only(monkeypatch):
+    engine, _ = bound_engine("cow")
+    numbers = []
+
+    def commit_bound(num_rejected, commit, begun, num_rows):
+        numbers.append(num_rows)
+        return original(num_rejected, commit, begun, num_rows)
+
+    original = nwor_ops.transaction.manager.commit_bound
+    monkeypatch.setattr(nwor_ops.transaction.manager, "commit_bound", commit_bound)
+    engine.step(STEPS[2], "commit_rejected")
+    assert numbers == [sum(request.drafts for request in STEPS[2])]
+
+
 def test_other_tensors_are_bound_again():
     """A window with another tensor, other states or more requests does not run calls that were bound before."""
     engine = Engine(TWO_KINDS, "stage", with_states=True, binds=True)

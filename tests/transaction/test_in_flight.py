@@ -327,6 +327,8 @@ def test_the_protocol_is_enforced() -> None:
     ):
         with pytest.raises(RuntimeError, match="this window is not deferred"):
             call()
+    with pytest.raises(RuntimeError, match=r"^cancel: .*; call begin\(\) first"):
+        layers.manager.cancel()
     with pytest.raises(TypeError, match=r"settle: deferred must be what defer\(\) returned, got 3"):
         layers.manager.settle(3, first.num_rejected)  # type: ignore[arg-type]
     for commit in (

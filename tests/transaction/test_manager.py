@@ -155,19 +155,18 @@ def test_begin_twice():
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("name", "arguments"),
     [
-        lambda m: m.write("a", *key_value(), torch.arange(4)),
-        lambda m: m.log("a", torch.arange(4)),
-        lambda m: m.commit(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64)),
-        lambda m: m.commit_rejected(int32(0, 0)),
-        lambda m: m.cancel(),
-        lambda m: m.abandon(),
+        ("write", ("a", *key_value(), torch.arange(4))),
+        ("log", ("a", torch.arange(4))),
+        ("commit", (torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64))),
+        ("commit_rejected", (int32(0, 0),)),
+        ("cancel", ()),
+        ("abandon", ()),
     ],
-    ids=["write", "log", "commit", "commit_rejected", "cancel", "abandon"],
 )
 @pytest.mark.parametrize("earlier", ["never", "commit", "cancel", "abandon"])
-def test_outside_a_window(call, earlier):
+def test_outside_a_window(name, arguments, earlier):
     manager = allocated_manager()
     if earlier != "never":
         manager.begin(small_window())
@@ -176,8 +175,9 @@ def test_outside_a_window(call, earlier):
             "cancel": manager.cancel,
             "abandon": manager.abandon,
         }[earlier]()
-    with pytest.raises(RuntimeError, match=r"window.*; call begin\(\) first"):
-        call(manager)
+    called = f"{name} of layer 'a'" if name in ("write", "log") else name
+    with pytest.raises(RuntimeError, match=rf"^{called}: .*window.*; call begin\(\) first"):
+        getattr(manager, name)(*arguments)
     assert manager.state is State.CLOSED
     assert not memory(manager._layers.classes[0].caches)[0].any()
 

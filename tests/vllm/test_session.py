@@ -63,6 +63,8 @@ class Noting(StepListener):
         self.begun: list[tuple[Any, ...]] = []
         self.recorded: list[tuple[Any, ...]] = []
         self.outcomes: list[tuple[Any, ...]] = []
+        self.undos: list[tuple[Any, ...]] = []
+        self.commits: list[tuple[Any, ...]] = []
 
     def begin(self, *arguments: Any) -> None:
         self.begun.append(arguments)
@@ -72,6 +74,12 @@ class Noting(StepListener):
 
     def settled(self, *arguments: Any) -> None:
         self.outcomes.append(arguments)
+
+    def undone(self, *arguments: Any) -> None:
+        self.undos.append(arguments)
+
+    def commit(self, *arguments: Any) -> None:
+        self.commits.append(arguments)
 
 
 class Failing(StepListener):
@@ -321,9 +329,23 @@ def test_a_commit_that_fails_keeps_the_drafts(on_error: str) -> None:
     assert step.session.stats().abandoned == 1
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_a_listener_gets_the_outcome_of_a_step(works: bool) -> None:
+    """Whoever calls `num_sampled` waits for the device, so listeners get the function."""
+    step, noting = Listened(), Noting()
+    step.session.subscribe(noting)
+    num_sampled = lambda: [1]  # noqa: E731 - compared by identity
+    step.session.commit(
+        lambda manager: manager.commit_rejected(torch.tensor([2], dtype=torch.int32)) if works else fails(), num_sampled
+    )
+    assert noting.commits == [(num_sampled, works)]
+
+
 @pytest.mark.parametrize("call", ["settle", "undo", "cancel_deferred"])
 @pytest.mark.parametrize("works", [True, False])
-def test_deferred_windows(monkeypatch: pytest.MonkeyPatch, call: str, works: bool) -> None:
+def test_deferred_windows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str, works: bool
+) -> None:
     """A window whose call fails is forgotten, and its drafts stay. Listeners get its outcome."""
     step, noting = Listened(windows=2), Noting()
     step.session.subscribe(noting)
@@ -342,6 +364,10 @@ def test_deferred_windows(monkeypatch: pytest.MonkeyPatch, call: str, works: boo
     assert step.session.manager.in_flight == int(works and call == "undo")
     outcome = (deferred, num_sampled if works and call == "settle" else None, works)
     assert noting.outcomes == ([] if works and call == "undo" else [outcome])
+    assert noting.undos == ([(deferred, [0])] if works and call == "undo" else [])
+    cancelled = ": a step ended without sampling; its drafts were undone (further ones are counted, not logged)"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ([f"nwor: cancelled{cancelled}"] if works and call == "cancel_deferred" else [])
     failed = f"{call.removesuffix('_deferred')} failed"
     assert step.session.vanilla_steps[failed] == step.session.errors.counts[failed] == int(not works)
 
