@@ -14,6 +14,7 @@ from typing import Any
 import numba
 import numpy
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms.cpu import CpuPlatform
 from vllm.triton_utils import dispatcher
 from vllm.v1.spec_decode.ngram_proposer import batch_propose_numba
 
@@ -21,6 +22,12 @@ for _name in (
     "vllm.entrypoints.llm",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
     "compressed_tensors",  # checked while any model is loaded
     "nwor_ops.vllm",
 ):
@@ -54,6 +61,12 @@ dispatcher.vars = _namespace  # type: ignore[attr-defined]
 _ints, _table = numpy.zeros(1, numpy.int32), numpy.zeros((1, 1), numpy.int32)
 batch_propose_numba.compile(tuple(map(numba.typeof, ([0], _ints, _table, 1, 1, 1, 1, _table, _ints))))
 
+# Each engine replaces Triton's kernels by functions of the CPU, and searches all members of imported modules for them.
+CpuPlatform.register_triton_kernel_overrides()
+CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)  # type: ignore[assignment]
+
 # vLLM collects garbage several times while an engine starts. The objects that exist now are not garbage.
 gc.collect()
 gc.freeze()
+# An engine that ends makes these objects visible again. The process ends too, and a collection would copy its memory.
+gc.unfreeze = lambda: None
