@@ -49,6 +49,8 @@ CPP := csrc/*.h csrc/*.cpp csrc/common/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda
 .PHONY: docs check test-isa test-nightly matrix next-vllm dist test-dist
 
 export TORCH_INDEX MATRIX_WHEELS
+# pip compiles no modules (--no-compile). The first process that imports a module writes its bytecode, for all others.
+export PYTHONDONTWRITEBYTECODE :=
 
 setup: $(READY)
 	@NWOR_BUILD_CUDA=0 $(STEP) 5/5 "CPU library" -- $(BUILD)
