@@ -13,7 +13,25 @@ def use_interpreter() -> None:
     import vllm.triton_utils as utils
 
     utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
+    remember_dtypes()
     patch_once_per_launch()
+
+
+@functools.cache
+def remember_dtypes() -> None:
+    """Let the interpreter make its table of dtypes once, and not for each operation."""
+    from triton.runtime import interpreter
+
+    look_up = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def dtype_of(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = look_up(kind)
+        return known[name]
+
+    interpreter._get_np_dtype = dtype_of
 
 
 @functools.cache

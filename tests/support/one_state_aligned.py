@@ -278,6 +278,13 @@ def take_any_mask() -> None:
         setattr(InterpreterBuilder, name, with_bool(getattr(InterpreterBuilder, name), place))
 
 
+def prepare_copies() -> None:
+    """Let one program copy a state. vLLM launches 16 of them, and each takes milliseconds in the interpreter."""
+    from vllm.v1.worker import mamba_utils
+
+    mamba_utils._TEMPORAL_TILES = 1
+
+
 def prepare_checkpoints() -> None:
     """Make the layers of vLLM 0.33 export checkpoints themselves, without FlashInfer's kernel."""
     global HAS_PLAN
@@ -431,6 +438,7 @@ def run(checkpoints: bool, most_drafts: int, ring_rows: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     prepare_vllm()
+    prepare_copies()
     for case in sys.argv[1:] or ("aligned", "aligned-nodrafts", "checkpoints"):
         checkpoints = case.startswith("checkpoints")
         if checkpoints:
