@@ -490,12 +490,17 @@ def prepare_vllm() -> None:
     """Set this up before anything of vLLM is imported."""
     use_interpreter()
     import triton.language as tl
-    from vllm.third_party.flash_linear_attention.ops import fused_recurrent, layernorm_guard
+    from vllm.third_party.flash_linear_attention.ops import fused_recurrent, fused_sigmoid_gating, layernorm_guard
 
     from nwor_ops.vllm.recurrent import qwen
 
     fused_recurrent.exp = lambda x: tl.exp(x)  # the name that the interpreter knows
     layernorm_guard.num_compute_units = lambda index: 1
+    for module, name, grid_of in (
+        (fused_sigmoid_gating, "fused_sigmoid_gating_delta_rule_update_kernel", lambda grid, _: (grid[0], 1, grid[2])),
+        (fused_recurrent, "fused_recurrent_gated_delta_rule_packed_decode_kernel", lambda grid, _: (1, *grid[1:])),
+    ):
+        setattr(module, name, WholeHeads(getattr(module, name), WIDTH, grid_of))
     qwen.install()
     qwen.vllm_layer.causal_conv1d_fn = convolve_prompts
     qwen.vllm_layer.causal_conv1d_update = convolve_windows
