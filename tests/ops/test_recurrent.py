@@ -642,6 +642,16 @@ class Pair:
     def tensor(self, values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype, device=self.device)
 
+    def run(self, steps: int) -> None:
+        """Run windows, with folds, copies and prefills between them."""
+        for _ in range(steps):
+            self.step()
+            chance = self.dice.random()
+            if chance < 0.03:
+                self.fold()
+            elif chance < 0.04:
+                self.prefill()
+
     def step(self) -> None:
         """Run a window with some of the requests, in any order and of any length. Each keeps part of its last one."""
         slots = self.dice.sample(range(1, self.SLOTS), self.dice.randint(1, self.SLOTS - 1))
@@ -726,13 +736,7 @@ def test_bits_of_a_scheme_that_stores_every_state(device, state_dtype, per_chann
     Acceptance is random. Requests skip steps, and folds, copies and prefills run between windows.
     """
     pair = Pair(state_dtype, per_channel, device)
-    for _ in range(steps):
-        pair.step()
-        chance = pair.dice.random()
-        if chance < 0.03:
-            pair.fold()
-        elif chance < 0.04:
-            pair.prefill()
+    pair.run(steps)
     assert pair.kept > steps
     assert pair.ours[0].isfinite().all()
     assert pair.ours[0].float().abs().max() > 0.1
@@ -747,13 +751,7 @@ def test_bits_of_a_ring(device, ring_rows, per_channel, steps):
     The states are float32. A bfloat16 state is rounded at a store, so a ring rounds it less often.
     """
     pair = Pair(torch.float32, per_channel, device, ring_rows=ring_rows)
-    for _ in range(steps):
-        pair.step()
-        chance = pair.dice.random()
-        if chance < 0.03:
-            pair.fold()
-        elif chance < 0.04:
-            pair.prefill()
+    pair.run(steps)
     assert 0 < pair.stored_windows < pair.windows
     assert pair.ours[0].float().abs().max() > 0.1
 

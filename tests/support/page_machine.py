@@ -21,6 +21,7 @@ from copied_rows import CopiedRows
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from packed_rows import write_rows
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
@@ -79,7 +80,7 @@ class Runner:
         self.kv_cache = torch.zeros(BLOCKS, SIZE, HEADS, 2 * WIDTH)
         self.slots = torch.full((1, MOST * LENGTH), -1, dtype=torch.int64)
         self.table = torch.zeros(MOST, COLUMNS, dtype=torch.int32)
-        layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), self.write, fused=True)
+        layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), write_rows, fused=True)
         self.make_buffers()
         self.session = Session(
             NworConfig.load({"nwor": {"mode": "stage", "audit": True}}, {}),
@@ -98,12 +99,6 @@ class Runner:
 
     def make_buffers(self) -> None:
         """Create the buffers before the plugin reads them."""
-
-    @staticmethod
-    def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        for token, slot in enumerate(slot_mapping.tolist()):
-            if slot >= 0:
-                kv_cache[slot // SIZE, slot % SIZE] = torch.cat((key[token], value[token]), -1)
 
     def remove(self, name: str) -> None:
         """Remove a request that ended or was preempted."""

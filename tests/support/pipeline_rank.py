@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from packed_rows import write_rows
 
 from nwor_ops.config import NworConfig
 from nwor_ops.kv_cache import LayerCache
@@ -90,7 +90,7 @@ class Runner:
         )
         self.outcomes: dict[tuple[int, str], int] = {}
         self.pp_handler = Handler(ranks, self.outcomes)
-        layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), self.write, fused=True)
+        layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), write_rows, fused=True)
         config = NworConfig.load({"nwor": {"mode": "cow", "audit": audit}}, {})
         self.session = Session(
             config, [layer], {"0": self.slots[0]}, max_num_requests=REQUESTS, max_draft_tokens=REQUESTS * K,
@@ -102,12 +102,6 @@ class Runner:
         self.attachment.patch(self.session)
         self.should = self.kv_cache.clone()
         self.number = 0
-
-    @staticmethod
-    def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        for token, slot in enumerate(slot_mapping.tolist()):
-            if slot >= 0:
-                kv_cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = torch.cat((key[token], value[token]), -1)
 
     # ------------------------------------------------------------ vLLM's runner
 
@@ -249,4 +243,4 @@ class Engine:
         start, end = batch.query_start_loc_np[place : place + 2]
         end -= batch.drafts[place] - accepted
         slots = torch.tensor(batch.slots[start:end])
-        self.runner.write(batch.rows[0, start:end], batch.rows[1, start:end], self.runner.should, slots)
+        write_rows(batch.rows[0, start:end], batch.rows[1, start:end], self.runner.should, slots)

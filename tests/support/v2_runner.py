@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import torch
+from packed_rows import write_rows
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
@@ -73,7 +74,7 @@ class Runner:
         self.drafted_with: list[list[int]] = []
         self.told: list[bool] = []
         self.failure: BaseException | None = None
-        layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), self.write, fused=True)
+        layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), write_rows, fused=True)
         config = NworConfig.load({"nwor": {"mode": mode, "audit": audit}}, {})
         self.session = Session(
             config,
@@ -88,12 +89,6 @@ class Runner:
         if audit:
             start_audit(self.session, [layer])
         V2(self).patch(self.session)
-
-    @staticmethod
-    def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        for token, slot in enumerate(slot_mapping.tolist()):
-            if slot >= 0:
-                kv_cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = torch.cat((key[token], value[token]), -1)
 
     def prepare_attn(self, input_batch: Any) -> None:
         self.slots[0, :3] = torch.tensor(SLOTS)

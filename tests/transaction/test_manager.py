@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import (  # noqa: F401
     KINDS,
     NUM_SLOTS,
+    Batch,
     Request,
     Transactions,
     distinct_slots,
@@ -511,20 +512,24 @@ def test_fp8_cache_with_scales():
 # ---------------------------------------------------------------- a forward that stopped early
 
 
-def stop_early(transactions: Transactions) -> None:
-    """Commit a window, then begin one over the same slots, stop it after some layers, and cancel it.
+def begin_again(transactions: Transactions, *requests: Request) -> Batch:
+    """Commit a window, then begin one over the same slots, and return its batch.
 
-    The log rows of the layers that were not reached hold bytes of the first window. Its accepted drafts have replaced
+    The log rows of the layers that are not reached hold bytes of the first window. Its accepted drafts have replaced
     these bytes, so restoring them would undo a committed row.
     """
-    requests = (Request(2), Request(1, 4, 4), Request(1, 3, 1))
     first = transactions.batch(requests, seed=5)
     transactions.manager.begin(first.window)
     transactions.forward(first, first.rejected)
     commit(transactions, first)
-
     second = transactions.batch(requests, seed=5)
     transactions.manager.begin(second.window)
+    return second
+
+
+def stop_early(transactions: Transactions) -> None:
+    """Stop the second window after some layers, and cancel it."""
+    second = begin_again(transactions, Request(2), Request(1, 4, 4), Request(1, 3, 1))
     names = list(transactions.caches)
     transactions.forward(second, second.drafted, layers=names[::2])
     transactions.manager.cancel()
@@ -554,13 +559,7 @@ def test_stopped_early_needs_row_windows(kinds, monkeypatch):
 def test_stopped_between_two_planes():
     """An opaque layer with only its first plane logged counts as not logged. Its writer never ran."""
     transactions = Transactions(["amx"])
-    requests = (Request(1, 4, 4),)
-    first = transactions.batch(requests, seed=5)
-    transactions.manager.begin(first.window)
-    transactions.forward(first, first.rejected)
-    commit(transactions, first)
-    second = transactions.batch(requests, seed=5)
-    transactions.manager.begin(second.window)
+    second = begin_again(transactions, Request(1, 4, 4))
     layer = transactions.manager._layers["amx.0"]
     plane = layer.cache.planes[0]
     log_rows = transactions.manager.buffers.log_rows[: second.num_tokens]
@@ -577,13 +576,7 @@ def test_stopped_between_two_planes():
 
 def test_stopped_between_two_micro_batches():
     transactions = Transactions()
-    requests = (Request(2), Request(1, 4, 4), Request(1, 3, 3))
-    first = transactions.batch(requests, seed=5)
-    transactions.manager.begin(first.window)
-    transactions.forward(first, first.rejected)
-    commit(transactions, first)
-    second = transactions.batch(requests, seed=5)
-    transactions.manager.begin(second.window)
+    second = begin_again(transactions, Request(2), Request(1, 4, 4), Request(1, 3, 3))
     for name in transactions.caches:
         slots = second.slots[transactions.group_of[name]][:5]
         rows = transactions.rows(name, 5)

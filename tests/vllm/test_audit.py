@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from packed_rows import write_rows
 
 from nwor_ops.kv_cache import LayerCache
 from nwor_ops.vllm.transaction.audit.undo import AuditError, CacheAudit
@@ -16,25 +16,19 @@ TABLE = torch.tensor([[0, 1], [2, 0]])  # the batch is only the first request, w
 ELSEWHERE = "bytes differ from the expected ones"
 
 
-def _write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            kv_cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = torch.cat((key[token], value[token]), -1)
-
-
 class Step:
     """One step of a target layer and a drafter layer in one storage, one layer after the other or block by block."""
 
     def __init__(self, others_write: bool = False, by_block: bool = False) -> None:
         layers = (BLOCKS, 2) if by_block else (2, BLOCKS)
         self.target, self.drafter = torch.ones(*layers, BLOCK_SIZE, HEADS, 2 * WIDTH).unbind(int(by_block))
-        layer = TargetLayer("target", "0", self.target, LayerCache.packed(self.target), _write)
+        layer = TargetLayer("target", "0", self.target, LayerCache.packed(self.target), write_rows)
         self.audit = CacheAudit([layer], 8, others_write)
         rows = torch.arange(2.0 * 3 * HEADS * WIDTH).view(2, 3, HEADS, WIDTH) + 2
         self.audit.begin([0, 3], [2], {"0": SLOTS}, {"0": TABLE}, torch.tensor([3, 8]))
         self.before = self.target.clone()
         self.audit.record("target", rows[0], rows[1], SLOTS, 0, ())
-        _write(rows[0], rows[1], self.target, SLOTS)
+        write_rows(rows[0], rows[1], self.target, SLOTS)
 
     def undo(self) -> None:
         self.target[0, 2] = self.before[0, 2]

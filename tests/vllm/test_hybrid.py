@@ -19,6 +19,7 @@ import pytest
 import torch
 from engine_checks import COW, STAGE, check_transaction, check_vllm_counts
 from engines import ENGINE, ENVIRONMENT, Engines, model_folder, prompts
+from packed_rows import write_rows
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from nwor_ops.kv_cache import LayerCache
@@ -125,12 +126,6 @@ SLOTS = torch.tensor([8, 9, 10])  # in block 2: a token and its two drafts; the 
 STATE = 40  # bytes of the state in a page of 256
 
 
-def _write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            kv_cache[slot // SIZE, slot % SIZE] = torch.cat((key[token], value[token]), -1)
-
-
 class Step:
     """A correct step of a hybrid model: an attention layer in block 2, and a layer with states in the same memory.
 
@@ -143,7 +138,7 @@ class Step:
         self.pages = self.cache.view(BLOCKS, -1).view(torch.uint8)
         state = self.pages[:, :STATE].view(torch.float32).view(BLOCKS, 2, 5)
         recurrent = RecurrentGroup(SIZE, (state,), lambda: self.rows)
-        layer = TargetLayer("target", "0", self.cache, LayerCache.packed(self.cache), _write)
+        layer = TargetLayer("target", "0", self.cache, LayerCache.packed(self.cache), write_rows)
         self.audit = make([layer], 8, recurrent=[recurrent])
 
     def run(self, block: int, byte: int) -> None:
@@ -153,7 +148,7 @@ class Step:
         self.audit.opened({"0": SLOTS})
         before = self.cache[2, 2].clone()
         self.audit.record("target", rows[0], rows[1], SLOTS, 0, ())
-        _write(rows[0], rows[1], self.cache, SLOTS)
+        write_rows(rows[0], rows[1], self.cache, SLOTS)
         self.cache[2, 2] = before
         self.pages[block, byte] += 1
         self.audit.commit(lambda: [2], undone=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_checks import STAGE, check_transaction, check_vllm_counts
 from engines import Engines, prompts
+from packed_rows import write_rows
 from torch import Tensor
 
 from nwor_ops.kv_cache import LayerCache
@@ -153,7 +154,7 @@ def test_a_drafter_that_copies_the_targets_table_is_refused(
         return SimpleNamespace(impl=type(name, (), {"__module__": module})())
 
     cache = torch.zeros(BLOCKS, SIZE, HEADS, 2 * WIDTH)
-    layers = [TargetLayer("target", "0", cache, LayerCache.packed(cache), _write)]
+    layers = [TargetLayer("target", "0", cache, LayerCache.packed(cache), write_rows)]
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=SIZE))
     runner = SimpleNamespace(
         compilation_config=SimpleNamespace(
@@ -252,18 +253,12 @@ REDIRECTED = torch.tensor([2, 18, 19, 20])
 ROWS = torch.arange(2.0 * 4 * HEADS * WIDTH).view(2, 4, HEADS, WIDTH) + 2
 
 
-def _write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            kv_cache[slot // SIZE, slot % SIZE] = torch.cat((key[token], value[token]), -1)
-
-
 class Step:
     """A step of one layer, correct except for what a test changes. The second draft is rejected."""
 
     def __init__(self, recorded: bool = True) -> None:
         self.cache = torch.ones(BLOCKS, SIZE, HEADS, 2 * WIDTH)
-        layer = TargetLayer("layer", "0", self.cache, LayerCache.packed(self.cache), _write)
+        layer = TargetLayer("layer", "0", self.cache, LayerCache.packed(self.cache), write_rows)
         self.audit = StageAudit([layer], 8, {"0": SHADOW})
         self.recorded = recorded
 
@@ -278,7 +273,7 @@ class Step:
     def forward(self) -> None:
         if self.recorded:
             self.audit.record("layer", *ROWS, REDIRECTED, 0, ())
-        _write(*ROWS, self.cache, REDIRECTED)
+        write_rows(*ROWS, self.cache, REDIRECTED)
         self.row(21)[:] = 7  # other contents of a shadow page do not matter
 
     def commit(self) -> None:
