@@ -801,6 +801,8 @@ CACHES = [
     (lambda: new_cache(dtype=torch.int8), TypeError, "RecurrentCache.new: dtype must be torch.bfloat16 or"),
     (lambda: new_cache(dtype="bf16"), TypeError, "RecurrentCache.new: dtype must be a torch.dtype, got 'bf16'"),
     (lambda: new_cache(max_window=33), ValueError, "RecurrentCache.new: max_window must be at most 32, got 33"),
+    (lambda: new_cache(ring_rows=2), ValueError,
+     "RecurrentCache.new: ring_rows must be at least the 3 rows of a window, and with them at most 32, got 2"),
     (lambda: new_cache(num_key_heads=3), ValueError, "RecurrentCache: state must have a multiple of the 3 key heads"),
     (lambda: new_cache(per_channel=1), TypeError, "RecurrentCache.new: per_channel must be True or False"),
     (lambda: RecurrentCache.beside(torch.zeros(4, 64, 64), max_window=2, num_key_heads=1), ValueError,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -371,13 +372,29 @@ def test_windows(mode, field):
         with pytest.raises(REFUSALS, match=r"^begin: window") as caught:
             manager.begin(window._replace(**{field: value}))
         assert type(caught.value) in REFUSALS
-        named = field in str(caught.value) or "max_draft_tokens" in str(caught.value)
+        named = re.search(rf"\b({field}|max_draft_tokens)\b", str(caught.value))
         assert named, caught.value
         assert same_memory(unchanged, before)
         cancelled = manager.stats().cancelled
         assert cancelled == 0 or field in STAGED_WINDOWS
         finish(manager, window)
         assert manager.stats() == Stats(2 + cancelled, 4 + 2 * cancelled, 2, 2 + 2 * cancelled, 0, cancelled, 0)
+
+
+@pytest.mark.parametrize("field", ["slot_mappings", "block_tables"])
+def test_what_is_no_mapping(field):
+    manager, window = new_manager("stage"), new_window()
+    with pytest.raises(TypeError, match=f"^begin: window.{field} must be a mapping, got 3"):
+        manager.begin(window._replace(**{field: 3}))
+
+
+@pytest.mark.parametrize("counters", [3, torch.zeros(1, dtype=torch.int64), torch.zeros(9)])
+def test_counters_that_are_none(counters):
+    manager, window = new_manager("cow"), new_window()
+    finish(manager, window)
+    assert manager.stats(manager.buffers.counters.clone()) == manager.stats()
+    with pytest.raises(REFUSALS, match=r"^stats: counters must "):
+        manager.stats(counters)
 
 
 CALLS: list[tuple[str, str, tuple[Any, ...], str]] = [

@@ -319,14 +319,9 @@ def test_the_protocol_is_enforced() -> None:
         with pytest.raises(ValueError, match=f"undo: requests must be at (least 0|most 2), got {request}"):
             layers.manager.undo(deferred, [0, request])
     layers.manager.settle(deferred, first.num_rejected)
-    for call in (
-        lambda: layers.manager.settle(deferred, first.num_rejected),
-        lambda: layers.manager.undo(deferred, [0]),
-        lambda: layers.manager.cancel_deferred(deferred),
-        lambda: layers.manager.forget(deferred),
-    ):
-        with pytest.raises(RuntimeError, match="this window is not deferred"):
-            call()
+    for name, rest in (("settle", [first.num_rejected]), ("undo", [[0]]), ("cancel_deferred", []), ("forget", [])):
+        with pytest.raises(RuntimeError, match=f"^{name}: this window is not deferred"):
+            getattr(layers.manager, name)(deferred, *rest)
     with pytest.raises(RuntimeError, match=r"^cancel: .*; call begin\(\) first"):
         layers.manager.cancel()
     with pytest.raises(TypeError, match=r"settle: deferred must be what defer\(\) returned, got 3"):

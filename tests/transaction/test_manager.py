@@ -469,6 +469,17 @@ def test_debug_mode_compares_the_slots(start, monkeypatch):
     transactions.assert_as_expected()
 
 
+def test_without_debug_mode_slots_are_not_compared():
+    """The comparison waits for the device."""
+    transactions = Transactions(["packed"])
+    batch = transactions.batch(MIXED)
+    transactions.manager.begin(batch.window)
+    elsewhere = batch.slots["full"].clone()
+    elsewhere[batch.drafted[-1]] = -1
+    transactions.write("packed.0", transactions.rows("packed.0", batch.num_tokens), elsewhere)
+    transactions.manager.cancel()
+
+
 @pytest.mark.parametrize("cuts", [(3,), (7,), (2, 7, 8), (9,), (11, 17)])
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
 def test_micro_batches(cuts, end):

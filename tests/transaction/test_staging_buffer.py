@@ -298,6 +298,8 @@ def test_wrong_layers():
         buffer.register_layer("one", cache, dtype=torch.bfloat16, kv_cache_dtype="fp8")
     assert buffer.stats().windows == 0
     buffer.allocate()
+    with pytest.raises(RuntimeError, match=r"^allocate: "):
+        buffer.allocate()
     key = torch.zeros(1, shape.heads, shape.key_width, dtype=torch.bfloat16)
     with pytest.raises(KeyError, match="write: layer 'other' is not registered"):
         KVCacheInterceptor(buffer).write("other", key, key, torch.tensor([0]))

@@ -335,10 +335,12 @@ def test_a_listener_gets_the_outcome_of_a_step(works: bool) -> None:
     step, noting = Listened(), Noting()
     step.session.subscribe(noting)
     num_sampled = lambda: [1]  # noqa: E731 - compared by identity
+    begun = step.session.host_seconds
     step.session.commit(
         lambda manager: manager.commit_rejected(torch.tensor([2], dtype=torch.int32)) if works else fails(), num_sampled
     )
     assert noting.commits == [(num_sampled, works)]
+    assert step.session.host_seconds > begun > 0
 
 
 @pytest.mark.parametrize("call", ["settle", "undo", "cancel_deferred"])
