@@ -198,8 +198,10 @@ inline void begin_bound(const Tensor& query_start_loc,      // int32 [num_reques
 inline void launch_commit(const char* op, StepArguments step, const Tensor& bound, const Tensor& begun,
                           const std::optional<int64_t>& num_rows,
                           const std::optional<Tensor>& query_start_loc,
-                          const std::optional<Tensor>& idx_mapping) {
-    step.num_requests = bound_calls(op, "begun", begun).num_requests;
+                          const std::optional<Tensor>& idx_mapping,
+                          const std::optional<int64_t>& num_requests = std::nullopt) {
+    step.num_requests =
+        num_requests.has_value() ? *num_requests : bound_calls(op, "begun", begun).num_requests;
     step.num_rows = num_rows;
     step.query_start_loc = given_tensor(query_start_loc);
     step.idx_mapping = given_tensor(idx_mapping);
@@ -211,11 +213,12 @@ inline void commit_bound(const Tensor& num_rejected,  // int32 [num_requests]
                          const Tensor& begun,  // the handle of begin
                          const std::optional<int64_t>& num_rows,
                          const std::optional<Tensor>& query_start_loc,  // int32 [num_requests + 1]
-                         const std::optional<Tensor>& idx_mapping)      // ids [num_requests]
+                         const std::optional<Tensor>& idx_mapping,      // ids [num_requests]
+                         const std::optional<int64_t>& num_requests)    // of a begin in a graph
 {
     StepArguments step;
     step.num_rejected = &num_rejected;
-    launch_commit("_commit_bound", step, bound, begun, num_rows, query_start_loc, idx_mapping);
+    launch_commit("_commit_bound", step, bound, begun, num_rows, query_start_loc, idx_mapping, num_requests);
 }
 
 inline void commit_tokens_bound(const Tensor& draft_token_ids,    // ids [num_draft_tokens]

@@ -59,11 +59,12 @@ begin_bound = _declare(
 # - begun: the handle of the window's begin_bound, which knows the number of requests.
 # - num_rows: as in restore_slots, if it is bound.
 # - query_start_loc, idx_mapping: as in close_window, if it is bound.
+# - num_requests: number of requests of a window that a CUDA graph began, since no begin_bound knows it.
 # Raises as begin_bound.
 commit_bound = _declare(
     "_commit_bound",
     "(Tensor num_rejected, Tensor bound, Tensor begun, int? num_rows=None, Tensor? query_start_loc=None, "
-    "Tensor? idx_mapping=None) -> ()",
+    "Tensor? idx_mapping=None, int? num_requests=None) -> ()",
 )
 
 # The same with the sampled tokens: reject_rows, then any number of restore_slots or close_window.

@@ -36,6 +36,9 @@ nwor::plan_window(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] s
     Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests, Tensor(d!) row_positions,
     Tensor(e!) counters, Tensor(f!) draft_start_loc, int? token_offset=None, int num_bonus_tokens=0,
     bool leading_zero=False) -> ()
+nwor::plan_decode_window(Tensor query_start_loc, Tensor[] slot_mappings, Tensor(a!) log_rows,
+    Tensor(b!) row_slots, Tensor(c!) row_requests, Tensor(d!) row_positions, Tensor(e!) counters,
+    Tensor(f!) draft_start_loc, Tensor? enabled=None) -> ()
 nwor::acceptance_mask(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor draft_start_loc) ->
     (Tensor accepted, Tensor num_accepted)
 nwor::acceptance_mask_from_rejected(Tensor num_rejected, Tensor draft_start_loc, int
