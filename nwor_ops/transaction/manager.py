@@ -150,6 +150,7 @@ class DraftCommitManager(Stateful[Layer]):
     _layers: LayerTable
     _windows = 1  # capacity of the log, in windows
     _binds = True  # whether begin may run bound calls in place of _plan() and recovery.open()
+    _begins_in_graph = True  # whether a window may be planned in a graph, if the mode redirects nothing
     _in_place_of_a_copy = "make another DraftCommitManager, register the layers' own caches and allocate() it"
 
     def __init__(
@@ -201,6 +202,8 @@ class DraftCommitManager(Stateful[Layer]):
         self._cancelled = 0
         self._abandoned = 0
         self._abandoned_drafts: Tensor | int = 0
+        # Requests of the open window, or of the last one, if a graph plans it.
+        self._graph_requests: int | None = None
 
     # ------------------------------------------------------------ set-up
 
@@ -321,6 +324,7 @@ class DraftCommitManager(Stateful[Layer]):
                 redirects = bound.redirects
         except Exception as error:
             raise explained(error, self._check_window, window) from None
+        self._graph_requests = None
         self._window, self._redirects, self._ending, self._opening, self._outcome_known, self._state = (
             window, redirects, "begin", False, False, _OPEN
         )  # fmt: skip
@@ -347,6 +351,69 @@ class DraftCommitManager(Stateful[Layer]):
             self._bound, self._window, self._redirects, self._state = None, None, [], State.CLOSED
         if self._ending:
             self.begin(window)
+
+    def plan_in_graph(self, query_start_loc: Tensor, slot_mappings: Mapping[str, Tensor], enabled: Tensor) -> None:
+        """Capture the begin of later windows in a CUDA graph, before the writes of its forward.
+
+        A replay plans a window if ``enabled`` is True on the device then. :meth:`begin_in_graph` opens it before.
+
+        Args:
+            query_start_loc, enabled: as in :func:`nwor_ops.plan_decode_window`.
+            slot_mappings: as in :class:`nwor_ops.Window`.
+
+        All tensors must keep their addresses as long as the graph is replayed.
+
+        Raises:
+            RuntimeError: a window is open; nothing is allocated; or the mode is not ``"cow"``.
+            ValueError, TypeError: as :func:`nwor_ops.plan_decode_window`.
+        """
+        self._require_begin_in_graph("plan_in_graph")
+        buffers = self.buffers
+        ops.plan_decode_window(
+            query_start_loc, [slot_mappings[group] for group in self._groups], buffers.log_rows, buffers.row_slots,
+            buffers.row_requests, buffers.row_positions, buffers.counters, buffers.draft_start_loc, enabled,
+        )  # fmt: skip
+
+    def begin_in_graph(self, window: Window, num_requests: int) -> None:
+        """Open a window that a replay of a graph will plan (:meth:`plan_in_graph`). Nothing is launched.
+
+        End the window as any other one. :meth:`cancel` asks the device whether the replay has planned it.
+
+        Args:
+            window: as for :meth:`begin`. Each request has one token that is not a draft.
+            num_requests: number of its requests, without padded ones.
+
+        Raises:
+            RuntimeError: a window is open already; nothing is allocated; or the mode is not ``"cow"``.
+            ValueError, TypeError: more drafts or requests than the manager's limits, or a missing slot mapping.
+        """
+        if self._state is not _CLOSED or not self._begins_in_graph or self.mode != "cow":
+            self._require_begin_in_graph("begin_in_graph")
+        bound, drafts, slot_mappings = self._bound, window.num_draft_tokens, window.slot_mappings
+        if bound is not None:
+            for group, mapping in bound.slot_mappings:
+                if slot_mappings.get(group) is not mapping:
+                    bound = None
+                    break
+        if (
+            bound is None or num_requests > bound.most_requests
+            or (drafts is not None and not 0 <= drafts <= self.max_draft_tokens)
+        ):  # fmt: skip
+            try:
+                self._bound = self._bind(window, self._slot_mappings(window), [])  # for the commit
+            except Exception as error:
+                raise explained(error, self._check_window, window) from None
+        self._graph_requests, self._opening = num_requests, False
+        self._window, self._redirects, self._ending, self._outcome_known, self._state = window, [], "", False, _OPEN
+        self.buffers.window = window
+
+    def _require_begin_in_graph(self, method: str) -> None:
+        if self.mode != "cow" or not self._begins_in_graph:
+            raise RuntimeError(
+                f"{method}: the manager must be a DraftCommitManager in mode cow, got "
+                f"{type(self).__name__} in mode {self.mode}"
+            )
+        self._require(_CLOSED, method)
 
     def _bind(self, window: Window, slot_mappings: list[Tensor], redirects: Redirects) -> _BoundCalls | None:
         """Bind the calls of begin if the last window had the same slot mappings and tables.
@@ -569,7 +636,7 @@ class DraftCommitManager(Stateful[Layer]):
     def _bound_commit(self, window: Window, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> Tensor | None:
         """Return the handle of a bound :meth:`commit`, or None if it must make its launches one by one."""
         bound = self._bound
-        if bound is None or window.num_draft_tokens == 0:
+        if bound is None or window.num_draft_tokens == 0 or self._graph_requests is not None:
             return None
         # Bound calls serve as many requests as their first one had, and begin's must not serve more. In debug mode an
         # error tells whether a row was moved only if the launches are made one by one.
@@ -618,8 +685,10 @@ class DraftCommitManager(Stateful[Layer]):
                     commit_bound(
                         num_rejected, commit, bound.begin, drafts, window.query_start_loc, window.request_states
                     )
-                else:
+                elif self._graph_requests is None:
                     commit_bound(num_rejected, commit, bound.begin, drafts)
+                else:
+                    commit_bound(num_rejected, commit, bound.begin, drafts, None, None, self._graph_requests)
             except Exception as error:
                 raise explained(
                     own_error(error), validation.tensors, "commit_rejected", num_rejected=num_rejected
@@ -668,6 +737,9 @@ class DraftCommitManager(Stateful[Layer]):
         window = self._open_window("cancel")
         if self._ending == "begin":
             self._undo_begin(window)
+            return
+        if self._graph_requests is not None and self._ending != "cancel" and not self._is_planned():
+            self._end()
             return
         self._ending = "cancel"
         self._count_as_rejected()
@@ -749,6 +821,13 @@ class DraftCommitManager(Stateful[Layer]):
         if self._outcome_known is None:
             self._outcome_known = bool(self._uncounted_drafts() < self._planned_drafts(slice(None)))
         return self._outcome_known
+
+    def _is_planned(self) -> bool:
+        """Return whether the graph that plans the open window was replayed. Synchronizes with the device.
+
+        The log still has the rows of the last window before the replay. They must not be restored.
+        """
+        return self._outcome_known is not False or int(self._uncounted_drafts()) > 0
 
     def _take_back_counts(self) -> None:
         """Uncount the outcome of this window's drafts, if it was counted."""

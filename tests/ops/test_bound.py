@@ -128,6 +128,22 @@ def test_calls_run_in_the_order_of_binding(device):
     assert layouts.same_memory(*twins)
 
 
+def test_the_number_of_requests_of_a_begin_in_a_graph(device):
+    """It is used in place of the number that the last call of begin had."""
+    op = "restore_slots_from_rejected"
+    arguments = sample_inputs(op, device)[1]
+    bound, given = layouts.twin(arguments), named(op, arguments)
+    requests = given["draft_start_loc"].shape[0] - 1
+    getattr(ops, op)(*arguments)
+    handle, counts = bind(op, **named(op, bound)), named(op, bound)["num_rejected"]
+    commit_bound(counts, handle, begun(1, device), given.get("num_rows"), None, None, requests)
+    assert layouts.same_memory(arguments, bound)
+    for wrong in (-1, requests + 1):
+        with pytest.raises(ValueError, match=rf"num_requests must be from 0 to the {requests} of .*, got {wrong}"):
+            commit_bound(counts, handle, begun(1, device), given.get("num_rows"), None, None, wrong)
+    assert layouts.same_memory(arguments, bound)
+
+
 def bound_plan(**others):
     """A handle of a plan for four requests, and the arguments of its call."""
     arguments = samples_accept.plan(**others)

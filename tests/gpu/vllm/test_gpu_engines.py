@@ -6,7 +6,18 @@ import re
 from typing import Any
 
 import pytest
-from gpu_cases import CASES, FEW_GRAPHS, FUSED_WRITER, REFUSALS, STAGE_CASES, WARNED, WATCHED, Case, Refusal
+from gpu_cases import (
+    CASES,
+    FEW_GRAPHS,
+    FUSED_WRITER,
+    GRAPH_BEGIN_CASES,
+    REFUSALS,
+    STAGE_CASES,
+    WARNED,
+    WATCHED,
+    Case,
+    Refusal,
+)
 from gpu_engine_checks import assert_same_tokens, check_case, finished, note, refused, session_of
 
 
@@ -26,6 +37,22 @@ def test_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
     ]
     if case.trimmed:
         assert stats["drafted"] < result["metrics"]["spec_decode_num_draft_tokens"]
+    if vanilla is not None:
+        assert_same_tokens(result, finished(vanilla.result()))
+
+
+@pytest.mark.parametrize("case", GRAPH_BEGIN_CASES, ids=lambda case: case.name)
+def test_graphs_begin_windows(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    vanilla, ours = engines.start_case(case)
+    result = ours.result()
+    note(record, case, result)
+    session = check_case(case, finished(result))
+    audit, stats = session["audit"], session["stats"]
+    assert 0 < session["begun_in_graph"] <= stats["windows"]
+    if case.engine.get("compilation_config", {}).get("cudagraph_mode") == "FULL":
+        assert session["begun_in_graph"] < stats["windows"]  # prompts run beside drafts
+    for name in ("drafted", "accepted", "rejected"):
+        assert stats[name] == audit[name]
     if vanilla is not None:
         assert_same_tokens(result, finished(vanilla.result()))
 
