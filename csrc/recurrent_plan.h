@@ -96,7 +96,7 @@ inline RecurrentCursors cursors_view(const Argument& a, int64_t columns) {
             static_cast<int32_t>(found)};
 }
 
-// Checks the rows of a ring that may be pending. Behind them a window of `window_rows` tokens is recorded.
+// Checks the rows of a ring that may be pending. A window of `window_rows` tokens is recorded after them.
 inline void check_ring_rows(const char* op, int64_t ring_rows, int64_t window_rows) {
     if (ring_rows == 0) return;
     if (ring_rows < window_rows || ring_rows > kMostRecordRows - window_rows)

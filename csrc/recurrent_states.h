@@ -46,7 +46,7 @@ struct RecurrentRecord {
     NWOR_HOST_DEVICE bool has_window(const RecurrentRow& row) const {
         return is_ring ? row.any() : row.stores();
     }
-    // Where the window records: what `first` would be for its rows.
+    // Returns the place at which the window records, as `first` would give it for its rows.
     NWOR_HOST_DEVICE int32_t first_of_window(const RecurrentRow& row) const {
         return is_ring ? static_cast<int32_t>(update_row(row.first, row.rows)) : 1 - row.first;
     }

@@ -51,13 +51,21 @@ __device__ int64_t request_of_row(const PlanArguments& p, int64_t row) {
     return first_above([&](int64_t i) { return p.drafts_of.until(i); }, p.num_requests, row);
 }
 
+template <bool is_decode>
+__device__ decltype(auto) plan_of(const PlanJob& job) {
+    if constexpr (is_decode)
+        return with_counted(job.plan);
+    else
+        return (job.plan);
+}
+
 // Grid: one block per 256 items, at least one. Items: the longest of log_rows, draft_start_loc and the log.
 // Thread i writes element i of each output. The first block also counts the window.
 template <bool is_decode>
 __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ PlanJob job) {
     wait_for_earlier_kernels();
     if (is_decode && job.plan.enabled != nullptr && !*job.plan.enabled) return;
-    const PlanArguments p = is_decode ? with_counted(job.plan) : job.plan;
+    const PlanArguments& p = plan_of<is_decode>(job);
     const bool planned = !__syncthreads_or(share_breaks_window(p, job.report_as));
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (i < p.log_rows_length) p.log_rows[i] = planned ? log_row_of_token(p, i) : -1;

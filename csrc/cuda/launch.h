@@ -79,7 +79,7 @@ __device__ inline Place place_of_thread() {
 
 // A kernel of this library may be set up while the previous kernel of the stream still runs (programmatic
 // dependent launch, compute capability 9.0). This hides most of the cost of a launch. It is safe because
-// every thread of every kernel starts with this wait. Only work on the shared memory of its own block may
+// every thread of every kernel starts with this wait. Only work on the shared memory of a block may
 // come earlier. After the wait, earlier kernels have finished and their writes are visible. A thread that
 // returned without it would let this kernel finish before its predecessor, and a following ordinary kernel
 // would start too early. A kernel lets the next one start only after the wait, so at most two kernels

@@ -20,7 +20,7 @@ constexpr int64_t kLayersPerLaunch = 72;
 
 struct FoldJob {
     RecurrentStates states;    // of every layer; `data` is not used
-    RecurrentRecord record;    // likewise
+    RecurrentRecord record;    // of every layer; `data` is not used
     RecurrentPlan plan;        // [E, 4]
     const int64_t* window_id;  // [1], or null
     SharedPlaces shared;

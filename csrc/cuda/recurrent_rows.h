@@ -160,7 +160,7 @@ struct RawRows {
 // ---------------------------------------------------------------- vectors along the keys
 
 // Returns the place of element k of a vector in shared memory. The eight lanes of a row read 128 adjacent
-// bytes at once.
+// bytes together.
 template <class State, int kWidth>
 __device__ int shared_place(int k) {
     constexpr int kChunk = Rows<State, kWidth>::kChunk;

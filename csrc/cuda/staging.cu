@@ -140,7 +140,7 @@ struct MoveJob {
 };
 static_assert(sizeof(MoveJob) <= 4096, "kernel parameters are at most 4 KB on every architecture");
 
-// Where one access of a move reads and writes; negative for a move that is skipped.
+// Offsets at which one access of a move reads and writes; negative for a move that is skipped.
 struct MoveOffsets {
     int64_t from, to;
 };

@@ -517,7 +517,7 @@ def test_bits_of_a_ring_over_many_steps(device, drafts, ring_rows, per_channel, 
 @pytest.mark.parametrize("norm", [None, "silu"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_requests_alone_and_together(device, state_dtype, norm, heads, ring_rows):
-    """All at the same time and alone, blocks have other numbers of threads, or of rows of a state. Some are padded."""
+    """Blocks have different numbers of threads or rows for one request and for many. Some requests are padded."""
     together = Requests(device, 50, 4, state_dtype, heads, ring_rows=ring_rows)
     together.slots[::7] = 0
     alone = Requests(device, 50, 4, state_dtype, heads, ring_rows=ring_rows)

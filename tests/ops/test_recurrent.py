@@ -757,7 +757,7 @@ def test_bits_of_a_ring(device, ring_rows, per_channel, steps):
 
 
 def test_window_of_a_ring_by_hand(device):
-    """A ring of five rows and windows of three: accepted rows wait until a window would not fit behind them."""
+    """A ring of five rows and windows of three: accepted rows wait until the next window would not fit."""
     plan, cursors = samples.poisoned_plan(1).to(device), torch.zeros(2, 3, dtype=torch.int32, device=device)
     window, slot, seen = int64(0).to(device), int32(1).to(device), []
     for tokens, kept in ((3, 9), (3, 2), (2, 2), (3, 1), (3, 3)):
