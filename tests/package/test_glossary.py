@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDERS = ("nwor_ops", "csrc", "meta", "docs", "examples", "benchmarks", "tests", "tools")
-SUFFIXES = {".py", ".md", ".h", ".cpp", ".cu"}
+SUFFIXES = {".py", ".md", ".h", ".cpp", ".cu", ".yml", ".toml"}
 # A retired word as a regular expression, and the files that may use it.
 RETIRED: dict[str, tuple[str, ...]] = {
     r"spare (?:block|page)s?": (),
@@ -34,7 +34,7 @@ EXEMPT = {"glossary.md", "test_glossary.py"}
 
 
 def files() -> Iterator[pathlib.Path]:
-    yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md"))
+    yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "setup.py", "pyproject.toml", "Makefile"))
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in SUFFIXES and path.name not in EXEMPT and path.is_file():
@@ -56,6 +56,22 @@ def uses(word: str, exceptions: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize("word", RETIRED)
 def test_no_file_uses_a_retired_word(word: str) -> None:
     assert uses(word, RETIRED[word]) == []
+
+
+EXAMPLES = (
+    "a spare page",
+    "it was judged",
+    "the verdict",
+    "fell back",
+    "put_around",
+    "a pipeline stage",
+    "num_refused",
+)
+
+
+@pytest.mark.parametrize(("word", "example"), zip(RETIRED, EXAMPLES, strict=True))
+def test_a_pattern_matches_its_word(word: str, example: str) -> None:
+    assert re.search(word, example, re.IGNORECASE)
 
 
 def test_the_search_finds_a_word_that_is_there() -> None:
