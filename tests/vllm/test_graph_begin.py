@@ -403,7 +403,7 @@ def test_another_forward_than_the_prepared_graph(graphs: Any) -> None:
 
 
 def test_a_flag_that_cannot_be_written(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine stops, whatever the settings say: nobody knows what a replay would do."""
+    """The engine stops under any setting, because the effect of a replay is unknown."""
     runner, desc = Runner(graphs), descriptor()
     runner.capture()
     begin = runner.attachment.graph_begin
