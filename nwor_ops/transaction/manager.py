@@ -389,6 +389,7 @@ class DraftCommitManager(Stateful[Layer]):
         """
         if self._state is not _CLOSED or not self._begins_in_graph or self.mode != "cow":
             self._require_begin_in_graph("begin_in_graph")
+        # The checks of begin that apply here, written out for the same reason.
         bound, drafts, slot_mappings = self._bound, window.num_draft_tokens, window.slot_mappings
         if bound is not None:
             for group, mapping in bound.slot_mappings:

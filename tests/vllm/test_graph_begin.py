@@ -30,7 +30,7 @@ from nwor_ops.vllm.transaction.session import Session
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 8, 4, 1, 4
 REQUESTS, DRAFTS, TOKENS = 4, 2, 12
-OLD = 5.0  # what every slot holds before a step
+OLD = 5.0  # content of every slot before a step
 # Tokens and drafts of each request, and the drafts that are rejected.
 DECODE = [(3, 2, 1), (3, 2, 0)]
 UNEVEN = [(1, 0, 0), (3, 2, 2)]

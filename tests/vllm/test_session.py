@@ -331,7 +331,7 @@ def test_a_commit_that_fails_keeps_the_drafts(on_error: str) -> None:
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_listener_gets_the_outcome_of_a_step(works: bool) -> None:
-    """Whoever calls `num_sampled` waits for the device, so listeners get the function."""
+    """A call of `num_sampled` synchronizes with the device, so listeners get the function."""
     step, noting = Listened(), Noting()
     step.session.subscribe(noting)
     num_sampled = lambda: [1]  # noqa: E731 - compared by identity

@@ -1,6 +1,6 @@
 """Begin inside the target's FULL graphs, in mode ``"cow"`` with Model Runner V2. Such a begin costs the host no call.
 
-A graph is captured with :func:`nwor_ops.plan_decode_window` at its head. That op needs no counts of drafts. vLLM
+A graph is captured with :func:`nwor_ops.plan_decode_window` at its head. The op needs no counts of drafts. vLLM
 asserts that a request has at least as many tokens as logits. So if a batch has as many tokens as logits,
 ``query_start_loc`` gives the drafts. This tensor, the slot mappings and our buffers have fixed addresses.
 
@@ -68,7 +68,7 @@ class GraphBegin:
         self._session, self._manager = session, session.manager
         self._query_start_loc = query_start_loc
         self.enabled = torch.zeros(1, dtype=torch.bool, device=query_start_loc.device)
-        self._is_enabled: bool | None = False  # what the host has written to `enabled`; None: a write failed
+        self._is_enabled: bool | None = False  # last value that the host wrote to `enabled`; None if a write failed
         self.captured: set[Any] = set()
         self._capturing: Any = None  # descriptor of the graph whose capture is about to start
         self._prepared: Any = None  # descriptor of the step that was prepared last

@@ -105,7 +105,7 @@ class Session:
         self._logger = logger
         self._step: Step | None = None
         self.begun = 0  # number of windows, counted on the host before the device counts them
-        self.begun_in_graph = 0  # those of them that graphs begin
+        self.begun_in_graph = 0  # number of windows that graphs begin
         self.loads = True  # whether a connector loads rows for the current step within that step
         self._pages_stay = False  # whether shadow pages may hold rows for the next window
         self.slot_mappings = slot_mappings

@@ -50,7 +50,7 @@ def test_graphs_begin_windows(case: Case, engines: Any, record: dict[str, Any]) 
     audit, stats = session["audit"], session["stats"]
     assert 0 < session["begun_in_graph"] <= stats["windows"]
     if case.engine.get("compilation_config", {}).get("cudagraph_mode") == "FULL":
-        assert session["begun_in_graph"] < stats["windows"]  # prompts run beside drafts
+        assert session["begun_in_graph"] < stats["windows"]  # begin is called for batches with prompts
     for name in ("drafted", "accepted", "rejected"):
         assert stats[name] == audit[name]
     if vanilla is not None:
