@@ -51,6 +51,7 @@ from gpu_engine import (
     ACCEPTANCE_DIFFERENCE,
     ACCEPTANCE_LENGTH,
     CAPTURED_REQUESTS,
+    LLAMA_1B,
     LLAMA_8B,
     REQUESTS,
     SMALL,
@@ -104,13 +105,6 @@ RATIOS: tuple[tuple[str, str, str, dict[int, float]], ...] = (
     ("eagle_on_v1", "eagle_v1", "eagle_v1", dict.fromkeys(REQUESTS, 1.03)),
 )
 FEWEST_ROUNDS = 4
-LLAMA_1B = LLAMA_8B | {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
 PROFILED_STEPS = 40
 GRAPH_LAUNCHES = ("cudaGraphLaunch",)
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", *GRAPH_LAUNCHES)

@@ -89,6 +89,13 @@ LLAMA_8B = {
     "eos_token_id": 0,
     "torch_dtype": "bfloat16",
 }
+LLAMA_1B = LLAMA_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 # The shape of Qwen3.5-9B. Each class of vLLM needs a few more settings.
 QWEN_9B_SHAPE = {
     "hidden_size": 4096,

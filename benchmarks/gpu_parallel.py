@@ -1,6 +1,6 @@
 """Measure vLLM on several GPUs, end to end: NWOR on against off, with tensor and with data parallelism.
 
-    python benchmarks/gpu_parallel.py [--gpus N ...] [--modes MODE ...] [--requests N ...]
+    python benchmarks/gpu_parallel.py [--gpus N ...] [--modes MODE ...] [--requests N ...] [--target 1b]
 
     tp1, tp2, tp4   the Llama-3-8B shape and an EAGLE head on 1, 2 or 4 GPUs, as in gpu_engine.py
     dp2, dp4        2 or 4 engines of one GPU each, which run at the same time. vLLM runs the ranks of a dense model in
@@ -39,6 +39,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from gpu_engine import (
+    LLAMA_1B,
     LLAMA_8B,
     REQUESTS,
     SMALL,
@@ -57,6 +58,7 @@ from nwor_ops.testing.engine_process import NCCL_ALONE, EngineFailed, EngineProc
 
 NAME = "gpu_parallel"
 TARGETS = {"cow": 0.995, "stage": 0.99}
+SHAPES = {"8b": LLAMA_8B, "1b": LLAMA_1B}
 
 
 class Place(NamedTuple):
@@ -86,14 +88,15 @@ def places(mode: str, gpus: list[int]) -> Iterator[Place]:
         yield Place(mode, 1, first)
 
 
-def engine_job_at(place: Place, folder: pathlib.Path, requests: list[int], small: bool) -> dict[str, Any]:
-    shape = LLAMA_8B | (SMALL if small else {})
+def engine_job_at(place: Place, folder: pathlib.Path, options: argparse.Namespace) -> dict[str, Any]:
+    small = options.small
+    shape = SHAPES[options.target] | (SMALL if small else {})
     model = write_shape(folder / "target", shape)
     speculation: dict[str, Any] = {"model": write_shape(folder / "eagle", shape | {"num_hidden_layers": 1})}
     speculation |= {"method": "draft_model"} if small else {"method": "eagle"} | SYNTHETIC
     more: dict[str, Any] = {}
     if not small:
-        sizes = [(K + 1) * count for count in sorted(requests)]
+        sizes = [(K + 1) * count for count in sorted(options.requests)]
         kernels = ("enable_jit_warmup", "enable_cutedsl_warmup", "enable_flashinfer_autotune")
         more = {
             # FlashInfer's fused all-reduce uses NVLink multicast.
@@ -116,6 +119,7 @@ class Run:
         self.options, self.folder = options, folder
         self.engines: dict[Place, EngineProcess] = {}
         self.problems: list[str] = []
+        self.suffix = "" if options.target == "8b" else f"_{options.target}"  # of the names of rows
 
     def report(self, problem: object) -> None:
         self.problems.append(str(problem))
@@ -126,7 +130,7 @@ class Run:
         began, options = time.monotonic(), self.options
         wanted = [place for mode in options.modes for place in places(mode, options.gpus)]
         for place in wanted:
-            job = engine_job_at(place, self.folder, options.requests, options.small)
+            job = engine_job_at(place, self.folder, options)
             devices = ",".join(str(place.first + rank) for rank in range(place.ranks))
             environment = {"VLLM_NWOR_MODE": place.mode}
             environment |= {} if options.small else NCCL_ALONE | {"CUDA_VISIBLE_DEVICES": devices}
@@ -183,7 +187,7 @@ class Run:
                 self.report(error)
                 continue
             for mode, answers in found.items():
-                self._write(f"{mode}_{kind}", mode, count, answers)
+                self._write(f"{mode}_{kind}{self.suffix}", mode, count, answers)
 
     def _turns(self, sides: dict[str, list[Place]], count: int) -> dict[str, list[dict[str, Any]]]:
         """Answers of every mode, in rounds in which each has all its captures, with either side first."""
@@ -241,6 +245,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", nargs="+", type=int, help="how many, of 1, 2 and 4 (default: as far as there are)")
     parser.add_argument("--modes", nargs="+", choices=list(CAPTURES), default=list(CAPTURES), help="NWOR's")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=[16, 64], help="of each engine")
+    parser.add_argument("--target", choices=list(SHAPES), default="8b", help="shape of the target: Llama 3's")
     parser.add_argument("--seconds", type=float, default=8.0, help="of measuring, for each row")
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
     parser.add_argument("--logs", type=pathlib.Path, help="where logs, answers and what vLLM compiles go")

@@ -27,9 +27,12 @@ def test_every_kind_finds_its_engines(gpus: list[int], names: list[str]) -> None
     assert [place.name for place in gpu_parallel.places("cow", gpus)] == names
 
 
+@pytest.mark.parametrize(("target", "hidden"), [("8b", 4096), ("1b", 2048)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_add_up_without_multicast(ranks: int, tmp_path: pathlib.Path) -> None:
-    job = gpu_parallel.engine_job_at(Place("cow", ranks), tmp_path, [64, 16], small=False)
+def test_ranks_add_up_without_multicast(ranks: int, target: str, hidden: int, tmp_path: pathlib.Path) -> None:
+    options = SimpleNamespace(requests=[64, 16], target=target, small=False)
+    job = gpu_parallel.engine_job_at(Place("cow", ranks), tmp_path, options)
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["hidden_size"] == hidden
     engine = json.loads(json.dumps(job))["engine"]
     assert engine["compilation_config"] == {
         "cudagraph_capture_sizes": [80, 320],
@@ -65,7 +68,13 @@ def _run(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, broken: tuple[
     monkeypatch.setattr(gpu_parallel, "this_machine", lambda: "here")
     monkeypatch.setattr(gpu_parallel, "EngineProcess", Engine)
     options = SimpleNamespace(
-        modes=["cow", "stage"], gpus=[1, 2], requests=[16], seconds=0.0, small=False, folder=tmp_path / "results"
+        target="8b",
+        modes=["cow", "stage"],
+        gpus=[1, 2],
+        requests=[16],
+        seconds=0.0,
+        small=False,
+        folder=tmp_path / "results",
     )
     run = gpu_parallel.Run(options, tmp_path)  # type: ignore[arg-type]
     places = [place for mode in options.modes for place in gpu_parallel.places(mode, options.gpus)]
