@@ -11,6 +11,8 @@ decode. Synthetic acceptance is 2.5 tokens per step. In mode `cow` the graphs ar
 engines are on the GPUs at the same time (about 28 GiB each, 18 for a rank of tp2). They are measured in turn, except
 for the ranks of data parallelism, which run together.
 
+`--modes cow cow_in_graph` compares windows that begin in the host's call with windows that begin inside FULL graphs.
+
 Ranks of tensor parallelism use NCCL, because vLLM's other ways need peer access or NVLink multicast, which virtual
 machines may lack. The workers of several ranks are not in the scheduler's process. The scheduler's count of
 drafts stays there on both sides and takes microseconds per step. The log says once that counters disagree, because the
@@ -57,7 +59,12 @@ from results import FOLDER, Row, row, show, this_machine, write
 from nwor_ops.testing.engine_process import NCCL_ALONE, EngineFailed, EngineProcess, close_all
 
 NAME = "gpu_parallel"
-TARGETS = {"cow": 0.995, "stage": 0.99}
+TARGETS = {"cow": 0.995, "cow_in_graph": 0.995, "stage": 0.99}
+ENVIRONMENTS = {
+    "cow": {"VLLM_NWOR_MODE": "cow", "NWOR_BEGIN_IN_GRAPH": "0"},
+    "cow_in_graph": {"VLLM_NWOR_MODE": "cow", "NWOR_BEGIN_IN_GRAPH": "1"},
+    "stage": {"VLLM_NWOR_MODE": "stage"},
+}
 SHAPES = {"8b": LLAMA_8B, "1b": LLAMA_1B}
 
 
@@ -65,7 +72,7 @@ class Place(NamedTuple):
     """The mode and the GPUs of an engine.
 
     Attributes:
-        mode: mode of NWOR.
+        mode: mode of NWOR, a key of ``ENVIRONMENTS``.
         ranks: number of ranks of tensor parallelism.
         first: its first GPU.
     """
@@ -77,6 +84,11 @@ class Place(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.mode}_tp{self.ranks}-{self.first}"
+
+
+def captures_of(mode: str) -> int:
+    """How many times the graphs of a mode are captured for each side."""
+    return CAPTURES[ENVIRONMENTS[mode]["VLLM_NWOR_MODE"]]
 
 
 def places(mode: str, gpus: list[int]) -> Iterator[Place]:
@@ -108,7 +120,7 @@ def engine_job_at(place: Place, folder: pathlib.Path, options: argparse.Namespac
         more |= {"tensor_parallel_size": place.ranks, "distributed_executor_backend": "mp"}
         more["disable_custom_all_reduce"] = True
     job = engine_job(model, speculation, small, **more)
-    captures = 1 if small else CAPTURES[place.mode]
+    captures = 1 if small else captures_of(place.mode)
     return job | {"vocabulary": shape["vocab_size"], "max_tokens": WARM_UP_TOKENS, "captures": captures}
 
 
@@ -132,7 +144,7 @@ class Run:
         for place in wanted:
             job = engine_job_at(place, self.folder, options)
             devices = ",".join(str(place.first + rank) for rank in range(place.ranks))
-            environment = {"VLLM_NWOR_MODE": place.mode}
+            environment = dict(ENVIRONMENTS[place.mode])
             environment |= {} if options.small else NCCL_ALONE | {"CUDA_VISIBLE_DEVICES": devices}
             cache = self.folder / f"cache-{place.name}"
             self.engines[place] = launch_engine(place.name, job, self.folder, cache, "v2", environment)
@@ -197,7 +209,7 @@ class Run:
             while True:
                 for number, first in product(range(max(CAPTURES.values())), (0, 1)):
                     for mode, own in sides.items():
-                        capture = 0 if self.options.small else number % CAPTURES[mode]
+                        capture = 0 if self.options.small else number % captures_of(mode)
                         command = f"turns {count} {capture} {first} 0"
                         engines = [self.engines[place] for place in own]
                         answers[mode] += pool.map(EngineProcess.ask, engines, [command] * len(engines))
@@ -243,7 +255,7 @@ def gpus_here() -> int:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", nargs="+", type=int, help="how many, of 1, 2 and 4 (default: as far as there are)")
-    parser.add_argument("--modes", nargs="+", choices=list(CAPTURES), default=list(CAPTURES), help="NWOR's")
+    parser.add_argument("--modes", nargs="+", choices=list(ENVIRONMENTS), default=list(CAPTURES), help="NWOR's")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=[16, 64], help="of each engine")
     parser.add_argument("--target", choices=list(SHAPES), default="8b", help="shape of the target: Llama 3's")
     parser.add_argument("--seconds", type=float, default=8.0, help="of measuring, for each row")

@@ -318,7 +318,7 @@ def _graph_begins() -> Iterator[Case]:
     yield _case("in-graph-eagle-full", on, graphs="full", **eagle)
     yield _case("in-graph-unsplit", on, graphs="unsplit", same_tokens=False)
     yield _case("in-graph-triton-draft_model", on, "TRITON_ATTN", "full_decode_only", method="draft_model")
-    yield _case("in-graph-hybrid", on, graphs="full", model="@hybrid", expect={"kv_cache_groups": 2}, **eagle)
+    yield _case("in-graph-hybrid", on, graphs="full", model="@hybrid", expect={"kv_cache_groups": 3}, **eagle)
     yield _case("in-graph-fp8", on, graphs="full", kv_cache_dtype="fp8", same_tokens=False, **eagle)
     yield _case("in-graph-mla", on, "TRITON_MLA", "any", model="@mla", same_tokens=False)
     few = {"num_gpu_blocks_override": 22, "max_model_len": 192, "graphs": "full", "same_tokens": False, **eagle}
@@ -1081,8 +1081,10 @@ def _rings() -> Iterator[Case]:
     yield case("qwen3_5", "qwen3_5")
     yield case("next-cow", nwor=ONE_STATE_COW)
     yield case("next-align", **aligned)
+    yield case("next-align-stored", nwor=ONE_STATE, ring_rows=0, **aligned)  # the same without a ring
     yield case("next-abort", use={"abort": {10: [0, 2], 16: [5]}})
-    yield case("next-preemption", num_gpu_blocks_override=24, use={"max_tokens": 80}, may_differ=12,
+    # A block has twice the tokens of one for bfloat16 states.
+    yield case("next-preemption", num_gpu_blocks_override=20, use={"max_tokens": 180}, may_differ=12,
                expect={"metric:num_preemptions": 1})  # fmt: skip
     default = {"expect": {"gdn_prefill_backends": ["flashinfer"], "metric:prefix_cache_hits": 1}}
     yield case("next-default", **DEFAULTS | {"use": LONG_PROMPTS} | default)
