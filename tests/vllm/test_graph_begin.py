@@ -260,6 +260,16 @@ def test_the_graph_begins_the_windows_of_decodes(graphs: Any, monkeypatch: pytes
     assert not runner.session.vanilla_steps
 
 
+def test_batches_that_grow(graphs: Any) -> None:
+    """The calls of commit are bound for one request, and then serve two."""
+    runner, desc = Runner(graphs), descriptor()
+    runner.capture()
+    for number, requests in enumerate([ONE, ONE, ONE, DECODE, DECODE, UNEVEN, DECODE], 1):
+        runner.step(requests, desc)
+        assert runner.rows() == kept(requests)
+        assert counted(runner)[0] == number
+
+
 def test_replays_without_a_window_of_the_graph(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dummy runs, steps without drafts, and steps whose begin is called: the graph's begin does nothing."""
     runner, desc = Runner(graphs), descriptor()
@@ -321,6 +331,37 @@ def test_graphs_that_hold_no_begin(graphs: Any) -> None:
         begin.capture(fail, runner.model)
     assert begin._capturing is None
     assert not runner.model._forward_pre_hooks
+
+
+def test_a_second_capture_without_a_begin(graphs: Any) -> None:
+    """The graphs of the first capture held a begin. Those of the second do not, so begin is called."""
+    runner, desc = Runner(graphs), descriptor()
+    runner.capture()
+    runner.step(DECODE, desc)
+    assert runner.session.begun_in_graph == 1
+    graphs.graphs.clear()
+    runner.model = Unhooked(runner)
+    runner.capture()
+    assert graphs.graphs[desc].names == ["write_kv_logged"]
+    runner.step(DECODE, desc)
+    assert runner.rows() == kept(DECODE)
+    assert (runner.session.begun, runner.session.begun_in_graph) == (2, 1)
+
+
+def test_an_eager_forward_before_a_capture_plans_nothing(graphs: Any) -> None:
+    """No graph holds the begin of such a forward."""
+    runner = Runner(graphs)
+    begin = runner.attachment.graph_begin
+    assert begin is not None
+
+    def forward_without_graph(*_: Any, **__: Any) -> None:
+        begin._capture_stream(lambda desc: None, descriptor())
+        with Calls() as calls:
+            runner.model(input_ids=runner.input_buffers.input_ids[:6])
+        assert "plan_decode_window" not in calls.names
+
+    begin.capture(forward_without_graph, runner.model)
+    assert not begin.captured
 
 
 def test_a_begin_that_cannot_be_captured(graphs: Any) -> None:
