@@ -36,7 +36,8 @@ PAGES = {
     "security.md": "SECURITY.md",
 }
 MAP_OF_OPS = "reference/ops.md"
-# Each of these is the only page of its tab. Without a list of pages there is more width for tables.
+# Each of these is the only page of its tab. Without a list of pages there is more width for tables. A page without
+# sections has no list of them.
 WIDE = ("index.md", "operate.md", "benchmarks.md", "glossary.md", "contributing.md", "changelog.md", "security.md")
 # Users must find these words.
 SEARCHED = ("VLLM_NWOR_RECURRENT", "refused")
@@ -59,8 +60,9 @@ def write_pages(repository: str) -> None:
         if page == MAP_OF_OPS:
             text = with_links_to_ops(text)
         text = for_site(text, source, page, repository)
-        if page in WIDE:
-            text = "---\nhide: [navigation]\n---\n" + text
+        hidden = ["navigation"] * (page in WIDE) + ["toc"] * ("\n## " not in text)
+        if hidden:
+            text = f"---\nhide: [{', '.join(hidden)}]\n---\n" + text
         (FOLDER / page).write_text(text)
 
 

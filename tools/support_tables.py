@@ -74,11 +74,12 @@ def supported() -> str:
             "left to vLLM",
             "left to vLLM",
             "",
-            _code(ONE_STATE_MODELS),
+            "the models below",
         ),
         ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS), "any"),
     )
-    return "\n".join(_row(*row) for row in rows)
+    models = f"One recurrent state runs with these models: {_code(ONE_STATE_MODELS)}."
+    return "\n".join((*(_row(*row) for row in rows), "", models))
 
 
 def methods() -> str:
@@ -160,15 +161,21 @@ def _ran(mode: ParallelMode, engine: str, passed: set[str]) -> str:
 
 
 def refused() -> str:
-    """Return the reasons for the transaction, draft graphs and one recurrent state, and what changes it. A feature with
-    an empty cell is not refused."""
-    rows = [("", "`cow` and `stage`", "draft graphs", "one recurrent state", "changed by"), ("---",) * 5]
+    """Return the reasons for the transaction, draft graphs and one recurrent state, and what changes it."""
+    rows = [("configuration", "refused by: reason", "changed by"), ("---",) * 3]
+    models = ", ".join(ONE_STATE_MODELS)
     for refusal in REFUSALS:
-        only = [f"`{refusal.modes[0]}`"] if len(refusal.modes) == 1 else []
-        only += [refusal.engines] if refusal.engines else []
-        prefix = f"({', '.join(only)}) " if only and refusal.transaction else ""
-        reasons = prefix + refusal.transaction, refusal.draft_graphs, refusal.one_state
-        rows.append((refusal.feature, *reasons, f"`{refusal.change}`" if refusal.change else ""))
+        modes = " and ".join(f"`{mode}`" for mode in refusal.modes)
+        if refusal.engines:
+            modes += f" ({refusal.engines})"
+        reasons = (
+            (modes, refusal.transaction),
+            ("draft graphs", refusal.draft_graphs),
+            ("one recurrent state", refusal.one_state),
+        )
+        said = "<br>".join(f"{feature}: {reason}" for feature, reason in reasons if reason)
+        feature = refusal.feature.replace(models, "[those listed](#what-is-supported)")
+        rows.append((feature, said, f"`{refusal.change}`" if refusal.change else ""))
     return "\n".join(_row(*row) for row in rows)
 
 
@@ -183,27 +190,30 @@ def messages() -> str:
 
 
 def connectors() -> str:
-    """Which KV connectors are supported, in which modes, and with one recurrent state."""
+    """Return the KV connectors that the transaction supports, those with one recurrent state, and the refused ones."""
     passed = passed_cases()
-    rows = [("connector", "`cow`", "`stage`", "one recurrent state", "reads", "shown by"), ("---",) * 6]
+    rows = [("connector", "`cow`", "`stage`", "reads", "shown by"), ("---",) * 5]
+    one_state = [("connector", "one recurrent state"), ("---",) * 2]
+    refused = [("refused connector", "reason"), ("---",) * 2]
+    not_run = "vLLM's source; not run"
     for name, connector in CONNECTORS.items():
         if connector.refused:
-            rows.append((f"`{name}`", "refused", "refused", "refused", connector.refused, ""))
+            refused.append((f"`{name}`", connector.refused))
             continue
         cow = "yes" if connector.in_order else "without async scheduling"
         if connector.partial_tails:
             cow += ", without recurrent layers"
-        not_run = "vLLM's source; not run"
-        cases: dict[bool, list[str]] = {True: [], False: []}
         tests = CONNECTOR_TESTS.get(name, ConnectorTests())
+        rows.append((f"`{name}`", cow, "yes", connector.reads, tests.transaction or not_run))
+        cases: dict[bool, list[str]] = {True: [], False: []}
         for case in tests.one_state:
             cases[case in passed].append(case)
         shown = [
             f"{word}: {_code(found)}" for word, found in (("yes", cases[True]), ("not run", cases[False])) if found
         ]
-        one_state = f"refused: {connector.one_state}" if connector.one_state else "; ".join(shown) or not_run
-        rows.append((f"`{name}`", cow, "yes", one_state, connector.reads, tests.transaction or not_run))
-    return "\n".join(_row(*row) for row in rows)
+        said = f"refused: {connector.one_state}" if connector.one_state else "; ".join(shown) or not_run
+        one_state.append((f"`{name}`", said))
+    return "\n\n".join("\n".join(_row(*row) for row in table) for table in (rows, one_state, refused))
 
 
 DOCUMENTS = {
