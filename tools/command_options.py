@@ -24,7 +24,7 @@ def commands() -> dict[str, Any]:
 
 def table(command: Any) -> str:
     """Return the table of a command's options."""
-    rows = ["| option | default | |", "|---|---|---|"]
+    rows = ["| option | default | meaning |", "|---|---|---|"]
     for option in command.params:
         names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
         rows.append(f"| {names} | {_shown(option)} | {option.help.replace('|', chr(92) + '|')} |")

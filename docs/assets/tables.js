@@ -9,6 +9,6 @@ for (const table of document.querySelectorAll(".md-typeset table:not([class])"))
   }
   // A long name may wrap between its words.
   for (const code of table.querySelectorAll("td code:not(:has(*))")) {
-    if (/\S{26}/.test(code.textContent)) code.innerHTML = code.innerHTML.replace(/::|[_./]/g, "$&<wbr>");
+    if (/\S{32}/.test(code.textContent)) code.innerHTML = code.innerHTML.replace(/::|[_/]/g, "$&<wbr>");
   }
 }
