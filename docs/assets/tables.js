@@ -1,14 +1,16 @@
 // A table with text in its cells is stacked on phones: extra.css shows each cell on a line, with the title of its column.
-const stacks = (cell) => cell.textContent.length > (cell.cellIndex ? 30 : 70);
 for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {
   const titles = Array.from(table.querySelectorAll("thead th"), (cell) => cell.textContent);
   const cells = Array.from(table.querySelectorAll("tbody td"));
-  if (titles.length > 2 && cells.some(stacks)) {
+  const isLong = (cell) => cell.textContent.length > (cell.cellIndex ? 30 : 90 - 5 * titles.length);
+  if (titles.length > 2 && cells.some(isLong)) {
     table.dataset.stacked = "";
     for (const cell of cells) cell.dataset.title = titles[cell.cellIndex] && `${titles[cell.cellIndex]}:`;
   }
-  // A long name may wrap between its words.
+  // A long name may wrap between its words, a shorter one only on phones.
   for (const code of table.querySelectorAll("td code:not(:has(*))")) {
-    if (/\S{32}/.test(code.textContent)) code.innerHTML = code.innerHTML.replace(/::|[_/]/g, "$&<wbr>");
+    const length = Math.max(...code.textContent.split(/\s/).map((name) => name.length));
+    if (length > 15) code.innerHTML = code.innerHTML.replace(/::|[_/]|[a-z0-9](?=[A-Z])/g, "$&<wbr>");
+    if (length < 32) code.dataset.short = "";
   }
 }
