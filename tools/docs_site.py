@@ -44,6 +44,7 @@ SEARCHED = ("VLLM_NWOR_RECURRENT", "refused")
 
 _FENCE = re.compile(r"^(?P<fence>```+).*?^(?P=fence)[ ]*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?P<picture>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)(?P<target>[^)\s]+)\)")
+_SECTION = re.compile(r"^(?:## |::: )", re.MULTILINE)
 _ROLE = re.compile(r":(?:class|meth|func|mod|attr|data|exc|obj):")
 
 
@@ -60,7 +61,7 @@ def write_pages(repository: str) -> None:
         if page == MAP_OF_OPS:
             text = with_links_to_ops(text)
         text = for_site(text, source, page, repository)
-        hidden = ["navigation"] * (page in WIDE) + ["toc"] * ("\n## " not in text)
+        hidden = ["navigation"] * (page in WIDE) + ["toc"] * (not _SECTION.search(text))
         if hidden:
             text = f"---\nhide: [{', '.join(hidden)}]\n---\n" + text
         (FOLDER / page).write_text(text)

@@ -162,7 +162,7 @@ def _ran(mode: ParallelMode, engine: str, passed: set[str]) -> str:
 
 def refused() -> str:
     """Return the reasons for the transaction, draft graphs and one recurrent state, and what changes it."""
-    rows = [("configuration", "refused by: reason", "changed by"), ("---",) * 3]
+    rows = [("configuration", "refused by", "changed by"), ("---",) * 3]
     models = ", ".join(ONE_STATE_MODELS)
     for refusal in REFUSALS:
         modes = " and ".join(f"`{mode}`" for mode in refusal.modes)
