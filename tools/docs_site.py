@@ -61,10 +61,14 @@ def write_pages(repository: str) -> None:
         if page == MAP_OF_OPS:
             text = with_links_to_ops(text)
         text = for_site(text, source, page, repository)
-        hidden = ["navigation"] * (page in WIDE) + ["toc"] * (not _SECTION.search(text))
-        if hidden:
-            text = f"---\nhide: [{', '.join(hidden)}]\n---\n" + text
+        if parts := hidden(page, text):
+            text = f"---\nhide: [{', '.join(parts)}]\n---\n" + text
         (FOLDER / page).write_text(text)
+
+
+def hidden(page: str, text: str) -> list[str]:
+    """Return the lists that a page does not show, for more width."""
+    return ["navigation"] * (page in WIDE) + ["toc"] * (not _SECTION.search(text))
 
 
 def for_site(markdown: str, source: str, page: str, repository: str = "") -> str:

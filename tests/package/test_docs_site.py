@@ -120,3 +120,16 @@ def test_make_docs_installs_the_pinned_tools() -> None:
     for package in ("mkdocs==", "mkdocs-material==", "mkdocstrings-python=="):
         assert package in printed
     assert "mkdocs build --quiet --strict" in printed
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "parts"),
+    [
+        ("operate.md", "# A\n## B\n", ["navigation"]),
+        ("guides/a.md", "# A\n## B\n", []),
+        ("guides/a.md", "# A\ntext ## B\n", ["toc"]),
+        ("reference/a.md", "# A\n\n::: nwor_ops.A\n", []),
+    ],
+)
+def test_a_page_without_sections_shows_no_list_of_them(page: str, text: str, parts: list[str]) -> None:
+    assert docs_site.hidden(page, text) == parts
