@@ -190,21 +190,22 @@ def messages() -> str:
 
 
 def connectors() -> str:
-    """Return the KV connectors that the transaction supports, those with one recurrent state, and the refused ones."""
+    """Return the KV connectors that the transaction supports, those with one recurrent state, and the refused ones.
+    Connectors with the same cells share a row."""
     passed = passed_cases()
-    rows = [("connector", "`cow`", "`stage`", "reads", "shown by"), ("---",) * 5]
-    one_state = [("connector", "one recurrent state"), ("---",) * 2]
-    refused = [("refused connector", "reason"), ("---",) * 2]
+    transaction: dict[tuple[str, ...], list[str]] = {}
+    one_state: dict[tuple[str, ...], list[str]] = {}
+    refused: dict[tuple[str, ...], list[str]] = {}
     not_run = "vLLM's source; not run"
     for name, connector in CONNECTORS.items():
         if connector.refused:
-            refused.append((f"`{name}`", connector.refused))
+            refused.setdefault((connector.refused,), []).append(name)
             continue
         cow = "yes" if connector.in_order else "without async scheduling"
         if connector.partial_tails:
             cow += ", without recurrent layers"
         tests = CONNECTOR_TESTS.get(name, ConnectorTests())
-        rows.append((f"`{name}`", cow, "yes", connector.reads, tests.transaction or not_run))
+        transaction.setdefault((cow, "yes", connector.reads, tests.transaction or not_run), []).append(name)
         cases: dict[bool, list[str]] = {True: [], False: []}
         for case in tests.one_state:
             cases[case in passed].append(case)
@@ -212,8 +213,18 @@ def connectors() -> str:
             f"{word}: {_code(found)}" for word, found in (("yes", cases[True]), ("not run", cases[False])) if found
         ]
         said = f"refused: {connector.one_state}" if connector.one_state else "; ".join(shown) or not_run
-        one_state.append((f"`{name}`", said))
-    return "\n\n".join("\n".join(_row(*row) for row in table) for table in (rows, one_state, refused))
+        one_state.setdefault((said,), []).append(name)
+    tables = (
+        (("connector", "`cow`", "`stage`", "reads", "shown by"), transaction),
+        (("connector", "one recurrent state"), one_state),
+        (("refused connector", "reason"), refused),
+    )
+    return "\n\n".join(
+        "\n".join(
+            (_row(*titles), _row(*["---"] * len(titles)), *(_row(_code(names), *row) for row, names in rows.items()))
+        )
+        for titles, rows in tables
+    )
 
 
 DOCUMENTS = {
