@@ -78,7 +78,7 @@ def supported() -> str:
         ),
         ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS), "any"),
     )
-    models = f"One recurrent state runs with these models: {_code(ONE_STATE_MODELS)}."
+    models = f"One recurrent state is supported for these models: {_code(ONE_STATE_MODELS)}."
     return "\n".join((*(_row(*row) for row in rows), "", models))
 
 
