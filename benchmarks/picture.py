@@ -1,6 +1,6 @@
-"""Draw the results of the H200 as pictures: docs/h200.png, docs/draft_graphs.png.
+"""Draw the results of the H200 as pictures: docs/h200.png, docs/draft_graphs.png, docs/hybrid.png.
 
-python benchmarks/picture.py [h200] [draft_graphs]
+python benchmarks/picture.py [h200] [draft_graphs] [hybrid]
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ DRAFTERS = {
     "tok_s_eagle_vanilla": ("EAGLE, vanilla V2", "-^"),
     "tok_s_no_speculation": ("no speculation, V2", ":x"),
 }
+HYBRIDS = {
+    "tok_s_recurrent_beside_bfloat16": ("one state, K = 3", "-o"),
+    "tok_s_bfloat16": ("vanilla's best: bfloat16 states, K = 3", "--s"),
+    "tok_s_default": ("vanilla's default, K = 3", "--o"),
+    "tok_s_recurrent_beside_drafts_0": ("one state with a ring, no drafts", "-x"),
+    "tok_s_drafts_0": ("vanilla's default, no drafts", ":x"),
+}
 TARGET_STYLE = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
 
 
@@ -72,30 +79,47 @@ def draw_engines() -> None:
     figure.savefig(DOCS / "h200.png", dpi=110)
 
 
-def draw_drafters() -> None:
-    """Draw output tok/s over requests: a draft model in both runners, with and without draft graphs, and its
-    alternatives."""
+def draw_lines(
+    name: str, found: Mapping[str, dict[str, Any]], series: dict[str, tuple[str, str]], title: str, scale: str = "log"
+) -> None:
+    """Draw output tok/s over requests with their quartiles, one line per series."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    axes, found = figure.subplots(), read("h200", "gpu_draft_runners")
-    for name, (label, style) in DRAFTERS.items():
-        chosen = [found[f"{name}/{count}"] for count in REQUESTS]
-        values = [row["value"] for row in chosen]
-        errors = [[abs(row["value"] - row["spread"][end]) for row in chosen] for end in (0, 1)]
-        axes.errorbar(REQUESTS, values, errors, label=label, fmt=style, linewidth=1.2, markersize=5)
+    axes, ticks = figure.subplots(), set()
+    for prefix, (label, style) in series.items():
+        rows = {int(row.rsplit("/", 1)[1]): found[row] for row in found if row.rsplit("/", 1)[0] == prefix}
+        counts = sorted(rows)
+        values = [rows[count]["value"] for count in counts]
+        errors = [[abs(rows[count]["value"] - rows[count]["spread"][end]) for count in counts] for end in (0, 1)]
+        axes.errorbar(counts, values, errors, label=label, fmt=style, linewidth=1.2, markersize=5)
+        ticks |= rows.keys()
     axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xticks(REQUESTS, [str(count) for count in REQUESTS], minor=False)
+    axes.set_yscale(scale)
+    axes.set_xticks(sorted(ticks), [str(count) for count in sorted(ticks)], minor=False)
     axes.set_xticks([], minor=True)
     axes.set_xlabel("requests at once")
     axes.set_ylabel("output tok/s")
-    axes.set_title("Llama 3 8B's shape, drafts by Llama 3.2 1B's: 2.5 tokens accepted a step", fontsize=10)
+    axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(DOCS / "draft_graphs.png", dpi=110)
+    figure.savefig(DOCS / f"{name}.png", dpi=110)
 
 
-PICTURES = {"h200": draw_engines, "draft_graphs": draw_drafters}
+def draw_drafters() -> None:
+    """Draw a draft model in both runners, with and without draft graphs, and its alternatives."""
+    title = "Llama 3 8B's shape, drafts by Llama 3.2 1B's: 2.5 tokens accepted a step"
+    draw_lines("draft_graphs", read("h200", "gpu_draft_runners"), DRAFTERS, title)
+
+
+def draw_hybrid() -> None:
+    """Draw a hybrid model with one state per request and with vLLM's states, with and without drafts."""
+    found = ChainMap(read("h200", "gpu_hybrid"), read("h200", "gpu_hybrid_without_drafts_ring"))
+    draw_lines(
+        "hybrid", found, HYBRIDS, "Qwen3.5-9B's shape, 36 GiB of cache; with drafts: 2.5 tokens a step", "linear"
+    )
+
+
+PICTURES = {"h200": draw_engines, "draft_graphs": draw_drafters, "hybrid": draw_hybrid}
 
 
 def main() -> None:
