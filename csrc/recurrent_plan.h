@@ -196,7 +196,7 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
     const bool opens = a.is_window == nullptr || a.is_window[q];
     if (pending < 0 || pending > a.record_rows)
         step.found = {kCursorRows, slot, pending, a.record_rows};
-    else if (cursor.earlier < 0 || cursor.earlier + pending > all_rows)
+    else if (cursor.earlier < 0 || cursor.earlier > all_rows - pending)
         step.found = {kCursorRows, slot, cursor.earlier, all_rows - pending};
     else if (a.ring_rows == 0 && cursor.first != 0 && cursor.first != 1)
         step.found = {kCursorHalf, slot, cursor.first, 1};
@@ -286,7 +286,7 @@ NWOR_HOST_DEVICE inline RecurrentFoldStep fold_step_of(const RecurrentFoldPlanAr
     const int32_t pending = cursor.rows, first = cursor.first;
     if (pending < 0 || pending > kMostRecordRows)
         step.found = {kCursorRows, source, pending, kMostRecordRows};
-    else if (cursor.earlier < 0 || cursor.earlier + pending > kMostRecordRows)
+    else if (cursor.earlier < 0 || cursor.earlier > kMostRecordRows - pending)
         step.found = {kCursorRows, source, cursor.earlier, kMostRecordRows - pending};
     else if (!a.cursors.of_ring() && first != 0 && first != 1)
         step.found = {kCursorHalf, source, first, 1};

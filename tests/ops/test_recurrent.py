@@ -23,6 +23,7 @@ from nwor_ops.testing.oracle import recurrent as oracle
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 DTYPES = (torch.bfloat16, torch.float16)
+INT32_MAX = 2**31 - 1
 KEY_WIDTHS, VALUE_WIDTHS = (64, 96, 128, 256), (64, 128, 192, 256)
 PLANS = ("plan_recurrent_window", "plan_recurrent_fold")
 
@@ -142,6 +143,10 @@ BAD_WINDOWS = {
         {"cursors": ((0, 0), (3, 0), (2, 2), (0, 1), (1, 0), (0, 0))}, 0, ValueError,
         "cursors must name half 0 or 1 of a record, got 2 in slot 2",
     ),
+    "more rows than a ring holds": (
+        {"cursors": ((0, 0, 0), (3, 0, 0), (2, 1, INT32_MAX), (0, 1, 4), (1, 0, 3), (0, 0, 0)), "ring_rows": 5}, 0,
+        ValueError, "cursors must have from 0 to 6 rows pending in a slot, got 2147483647 in slot 2",
+    ),
 }  # fmt: skip
 
 
@@ -181,6 +186,26 @@ def test_bad_fold_plan(device, sources, targets, name):
     after = check_bad_data(PLANS[1], arguments, IndexError, rf"{name}_slots\[1\] must be below 6 .* got 6", device)
     if after is not None:
         assert after[0].tolist() == [[1, 1, 0, 1], *[[0] * 4] * 5]
+
+
+@pytest.mark.debug_mode
+@pytest.mark.parametrize(
+    ("cursor", "sentence"),
+    [
+        ((33, 0, 0), "from 0 to 32 rows pending in a slot, got 33 in slot 2"),
+        ((2, 0, 31), "from 0 to 30 rows pending in a slot, got 31 in slot 2"),
+        ((2, 0, INT32_MAX), "from 0 to 30 rows pending in a slot, got 2147483647 in slot 2"),
+        ((2, 0, -1), "from 0 to 30 rows pending in a slot, got -1 in slot 2"),
+        ((2, 32, 0), "a first row below 32 of a ring, got 32 in slot 2"),
+    ],
+    ids=str,
+)
+def test_bad_cursor_of_a_fold(device, cursor, sentence):
+    cursors = ((0, 0, 0), (3, 6, 2), cursor, (0, 1, 4), (1, 0, 3), (0, 0, 0))
+    arguments = samples.fold_plan((1, 2), (1, 2), (1, 1), cursors)
+    after = check_bad_data(PLANS[1], arguments, ValueError, sentence, device)
+    if after is not None:
+        assert after[0].tolist() == [[1, 3, 6, 1], *[[0] * 4] * 5]
 
 
 # ---------------------------------------------------------------- a layer compared with the oracle
