@@ -26,7 +26,7 @@ from rich.markup import escape
 from nwor_ops.cli.demo_options import PARTS, SIZES, DemoOptions, own_dtype
 from nwor_ops.cli.demo_report import checked, print_result, write_files
 from nwor_ops.cli.stages import Stages
-from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, engine_environment
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
 from nwor_ops.testing.tiny_llama import write_tiny_llama
 from nwor_ops.testing.workload import MAX_RUNNING, Request, text_requests, tiny_llama_requests
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
@@ -182,8 +182,7 @@ def start_engines(options: DemoOptions, job: dict[str, Any], audit: bool) -> dic
 
 
 def close_engines(engines: dict[str, EngineProcess]) -> None:
-    for engine in engines.values():
-        engine.close()
+    close_all(engines.values())
 
 
 def _run_audited(engines: dict[str, EngineProcess]) -> dict[str, dict[str, Any]]:

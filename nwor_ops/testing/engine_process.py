@@ -1,4 +1,4 @@
-"""Parent side of :mod:`nwor_ops.cli.demo_engine`: start an engine, send it commands, and report why it ended."""
+"""Start an engine process, send it commands, and report why it ended."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from nwor_ops.config import is_ours
 
 PATIENCE_SECONDS = 900.0
+# To end after its stdin is closed. vLLM 0.33 on a GPU may need all of it.
+CLOSING_SECONDS = 20.0
 TAIL_LINES = 25
 LONGEST_SENTENCE = 400
 # Make tensor parallelism reduce by NCCL only (with disable_custom_all_reduce). vLLM's other methods use NVLink
@@ -63,7 +65,7 @@ class EngineProcess:
 
     Args:
         name: name of its job file and log file.
-        job: see :class:`nwor_ops.cli.demo_engine.DemoEngine`.
+        job: the program's input, written as JSON.
         folder: folder of these files.
         environment: the complete environment of the process.
         program: arguments of Python; the job file is appended. The program answers as ``demo_engine`` does.
@@ -95,25 +97,30 @@ class EngineProcess:
 
     def wait_until_ready(self) -> dict[str, Any]:
         """Wait until the engine has started, and return the versions it runs on."""
-        return self._answer()["versions"]
+        return self._answer(self._deadline())["versions"]
 
     def ask(self, command: str) -> dict[str, Any]:
         assert self._process.stdin is not None
+        deadline = self._deadline()
         try:
             self._process.stdin.write(command.encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            self._fail(f"ended with exit code {self._process.wait()}")
-        return self._answer()
+            self._fail_at_end(deadline)
+        return self._answer(deadline)
 
-    def close(self) -> None:
-        """Close the engine's stdin and wait until it ends. It has nothing to save."""
+    def close(self, deadline: float | None = None) -> None:
+        """Close the engine's stdin and wait until it ends. It has nothing to save, and is killed at the deadline.
+
+        Args:
+            deadline: a time of ``time.monotonic()``. None: in ``CLOSING_SECONDS``.
+        """
         self.begin_to_close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
+        if not self._ends_by(time.monotonic() + CLOSING_SECONDS if deadline is None else deadline):
             self._process.kill()
             self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def begin_to_close(self) -> None:
         """Close the engine's stdin, which tells it to end. Do not wait."""
@@ -121,8 +128,11 @@ class EngineProcess:
             with contextlib.suppress(BrokenPipeError):  # it ended, and did not read the last command
                 self._process.stdin.close()
 
-    def _answer(self) -> dict[str, Any]:
-        line = self._read_line(time.monotonic() + self._patience)
+    def _deadline(self) -> float:
+        return time.monotonic() + self._patience
+
+    def _answer(self, deadline: float) -> dict[str, Any]:
+        line = self._read_line(deadline)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             # Messages of pydantic checks in vLLM contain the values of all fields, over many lines.
@@ -139,12 +149,26 @@ class EngineProcess:
                     self._process.kill()
                     self._fail(f"did not answer within {self._patience:.0f} s")
                 if not (read := os.read(self._process.stdout.fileno(), 1 << 16)):
-                    self._fail(f"ended with exit code {self._process.wait()}")
+                    self._fail_at_end(deadline)
                 self._unread += read
         line, self._unread = self._unread.split(b"\n", 1)
         return line
 
-    def _fail(self, what: str, said: str | None = None) -> None:
+    def _ends_by(self, deadline: float) -> bool:
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _fail_at_end(self, deadline: float) -> NoReturn:
+        """Wait until the engine ends, or kill it at the deadline, and report which."""
+        if self._ends_by(deadline):
+            self._fail(f"ended with exit code {self._process.returncode}")
+        self._process.kill()
+        self._fail(f"closed its pipe, and did not end within {self._patience:.0f} s")
+
+    def _fail(self, what: str, said: str | None = None) -> NoReturn:
         lines = self.log.read_text(errors="replace").splitlines()
         tail = "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
         what = f"the engine {self.name!r} {what}" + (f": {said}" if said else "")
@@ -152,9 +176,10 @@ class EngineProcess:
 
 
 def close_all(engines: Iterable[EngineProcess]) -> None:
-    """Close engines at the same time. With vLLM 0.33 on a GPU, an engine may need all of its 20 s to end."""
+    """Close engines at the same time, with one deadline for all."""
     engines = list(engines)
+    deadline = time.monotonic() + CLOSING_SECONDS
     for engine in engines:
         engine.begin_to_close()
     for engine in engines:
-        engine.close()
+        engine.close(deadline)

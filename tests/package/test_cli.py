@@ -8,8 +8,10 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import command_options
@@ -21,6 +23,7 @@ from torch import Tensor
 import nwor_ops
 from nwor_ops.cli import doctor, self_test, self_test_calls
 from nwor_ops.ops import registry
+from nwor_ops.testing import engine_process
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
 from nwor_ops.testing.oracle import drafter as oracle_drafter
 
@@ -585,6 +588,39 @@ while len(list(job.parent.glob("*.told"))) < 3:
     engines = [EngineProcess(str(number), {}, tmp_path, dict(os.environ), (str(program),)) for number in range(3)]
     close_all(engines)
     assert len(list(tmp_path.glob("*.ended"))) == 3
+
+
+def test_engines_that_do_not_end_are_killed_at_one_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_process, "CLOSING_SECONDS", 2.0)
+    program = tmp_path / "program.py"
+    program.write_text("import time; time.sleep(60)")
+    engines = [EngineProcess(str(number), {}, tmp_path, dict(os.environ), (str(program),)) for number in range(4)]
+    started = time.monotonic()
+    close_all(engines)
+    assert 1.9 < time.monotonic() - started < 5.0
+    for engine in engines:
+        assert engine._process.returncode == -signal.SIGKILL
+        assert engine._process.stdout.closed
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["os.close(0); print('{\"versions\": {}}', flush=True)", "print('{\"versions\": {}}', flush=True); os.close(1)"],
+    ids=["stdin", "stdout"],
+)
+def test_an_engine_that_only_closes_its_pipe_is_killed_at_the_deadline(tmp_path, program):
+    (tmp_path / "program.py").write_text(f"import os, time\n{program}\ntime.sleep(60)\n")
+    engine = EngineProcess("slow", {}, tmp_path, dict(os.environ), (str(tmp_path / "program.py"),))
+    try:
+        engine.wait_until_ready()
+        engine._patience = 1.0
+        started = time.monotonic()
+        with pytest.raises(EngineFailed, match="the engine 'slow' closed its pipe, and did not end within 1 s"):
+            engine.ask("run")
+        assert 0.9 < time.monotonic() - started < 10.0
+        assert engine._process.wait(10) == -signal.SIGKILL
+    finally:
+        engine.close()
 
 
 def test_an_engine_that_cannot_start_says_so_in_a_sentence(tmp_path):
