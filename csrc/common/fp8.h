@@ -22,7 +22,7 @@ inline uint8_t float_to_fp8(float x) {
     const uint32_t significand = (magnitude & 0x7fffffu) | 0x800000u;
     int shift = 23 - kMantissaBits;
     if (exponent < 1) shift += 1 - exponent;
-    if (shift > 25) return sign;  // less than half of the smallest subnormal; includes float32 subnormals
+    if (shift > 24) return sign;  // less than half of the smallest subnormal; includes float32 subnormals
     uint32_t kept = significand >> shift;
     const uint32_t rest = significand & ((1u << shift) - 1), half = 1u << (shift - 1);
     if (rest > half || (rest == half && (kept & 1))) ++kept;
