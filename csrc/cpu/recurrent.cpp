@@ -5,7 +5,7 @@
 #include "../recurrent.h"
 
 #include <algorithm>
-#include <cstring>
+#include <cmath>
 #include <type_traits>
 #include <unordered_map>
 #include <vector>
