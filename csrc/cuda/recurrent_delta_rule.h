@@ -101,6 +101,8 @@ template <class State, int kWidth>
 __device__ float add_lanes(Products<State, kWidth> products, const LaneOfRow& at) {
     using P = Products<State, kWidth>;
     constexpr int kCount = P::R::kRows * P::kParts;
+    static_assert(kCount <= kLanes, "a lane must be left with one sum");
+    static_assert(P::kParts <= 2, "the last step adds two parts");
     float (&sums)[kCount] = products.sums;
     int count = kCount;
 #pragma unroll
