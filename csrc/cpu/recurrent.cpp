@@ -24,7 +24,7 @@ struct SlotsOfRow {
 
 // Finds a slot that one row writes and another row reads or writes. The rows of a plan run in any order.
 template <class SlotsOf>
-Found meeting_of(Problem problem, int64_t count, const SlotsOf& slots_of) {
+Found slot_conflict_of(Problem problem, int64_t count, const SlotsOf& slots_of) {
     std::unordered_map<int64_t, int64_t> row_of_target;
     for (int64_t i = 0; i < count; ++i) {
         const SlotsOfRow slots = slots_of(i);
@@ -62,11 +62,11 @@ void store_plan(const RecurrentPlan& plan, const std::vector<Step>& steps) {
 void run(const RecurrentWindowArguments& a, const Cpu&) {
     const auto steps =
         steps_of<RecurrentWindowStep>(a.op, a.num_requests, [&](int64_t q) { return window_step_of(a, q); });
-    const Found twice = meeting_of(kStateSlotsTwice, a.num_requests, [&](int64_t q) {
+    const Found conflict = slot_conflict_of(kStateSlotsTwice, a.num_requests, [&](int64_t q) {
         const int32_t slot = steps[static_cast<size_t>(q)].slot;
         return SlotsOfRow{slot, slot};
     });
-    if (twice) complain(a.op, twice);
+    if (conflict) complain(a.op, conflict);
     store_plan(a.plan, steps);
     for (const RecurrentWindowStep& step : steps)
         if (step.sets_cursor) a.cursors.set(step.slot, step.cursor);
@@ -76,22 +76,23 @@ void run(const RecurrentWindowArguments& a, const Cpu&) {
 void run(const RecurrentFoldPlanArguments& a, const Cpu&) {
     const auto steps =
         steps_of<RecurrentFoldStep>(a.op, a.num_entries, [&](int64_t i) { return fold_step_of(a, i); });
-    const Found twice = meeting_of(kFoldTargetTwice, a.num_entries, [&](int64_t i) {
+    const Found conflict = slot_conflict_of(kFoldTargetTwice, a.num_entries, [&](int64_t i) {
         return SlotsOfRow{a.source_slots[i], steps[static_cast<size_t>(i)].cleared_target};
     });
-    if (twice) complain(a.op, twice);
+    if (conflict) complain(a.op, conflict);
     store_plan(a.plan, steps);
     for (const RecurrentFoldStep& step : steps)
         for (const int32_t slot : {step.cleared_target, step.cleared_source})
             if (slot > 0) a.cursors.clear(slot);
 }
 
-void check_meetings(const char* op, const RecurrentPlan& plan, int64_t count, const RecurrentRecord& record) {
-    const Found twice = meeting_of(kPlanSlotTwice, count, [&](int64_t i) {
+void check_slot_conflicts(const char* op, const RecurrentPlan& plan, int64_t count,
+                          const RecurrentRecord& record) {
+    const Found conflict = slot_conflict_of(kPlanSlotTwice, count, [&](int64_t i) {
         const RecurrentRow row = plan[i];
         return record.has_window(row) ? SlotsOfRow{row.source, row.recorded()} : SlotsOfRow{};
     });
-    if (twice) complain(op, twice);
+    if (conflict) complain(op, conflict);
 }
 
 // ---------------------------------------------------------------- a row of a state: dk numbers in float32
@@ -217,6 +218,7 @@ struct ReappliedRows {
             load(key,
                  reinterpret_cast<const Input*>(record.keys) + record.key_offset(plan.source, row, key_head),
                  key_width);
+            // 1 / |key|, or 1 if keys are not normalized
             const float norm = record.norms[record.norm_offset(plan.source, row, key_head)];
             for (int64_t i = 0; i < key_width; ++i) key[i] *= norm;
             decays.push_back(record.decays + record.decay_offset(plan.source, row, value_head));
@@ -226,7 +228,7 @@ struct ReappliedRows {
         }
     }
 
-    // Applies the rows to row `value` of the state.
+    // Applies the recorded rows to one row of the state.
     template <bool kPerChannel>
     void onto(float* h, int64_t value) const {
         for (int64_t j = 0; j < rows; ++j)
@@ -306,7 +308,7 @@ class WindowHead {
             std::fill_n(out(t), c_.states.value_width, static_cast<Input>(0.0f));
     }
 
-    // Returns the factor that normalized the row.
+    // Normalizes the row, and returns the factor: 1 / |row|, or 1 if rows are not normalized.
     float read_row(std::vector<float>& to, const HeadsView& from, int64_t t) const {
         float* row = to.data() + t * width_;
         load(row, reinterpret_cast<const Input*>(from.data) + from.offset(begin_ + t, key_head_), width_);
@@ -425,7 +427,7 @@ void run(const VerifyArguments& c, const Cpu&) {
     check_each(c.op, c.num_requests, [&](int64_t q) {
         return problem_of_request(c, q, c.query_start_loc[q], c.query_start_loc[q + 1], c.plan[q]);
     });
-    check_meetings(c.op, c.plan, c.num_requests, c.record);
+    check_slot_conflicts(c.op, c.plan, c.num_requests, c.record);
     const int64_t heads = c.states.num_value_heads;
     with_input_type(c.dtype, [&](auto tag) {
         parallel_for(0, c.num_requests * heads, 1, [&](int64_t begin, int64_t end) {
@@ -466,7 +468,7 @@ struct LayerViews {
 void run(const FoldArguments& f, const Cpu&) {
     check_each(f.op, f.plan.length,
                [&](int64_t i) { return problem_of_plan(f.plan[i], i, f.states.num_slots, f.record); });
-    check_meetings(f.op, f.plan, f.plan.length, f.record);
+    check_slot_conflicts(f.op, f.plan, f.plan.length, f.record);
     if (f.plan.length == 0) return;
     const int64_t heads = f.states.num_value_heads;
     const auto fold = [&](const FoldLayer& layer, int64_t begin, int64_t end) {
