@@ -49,7 +49,7 @@ inline ExpandArguments check_expand(
     const Tensor& target_positions,        // int64 [num_tokens]
     const Tensor& target_query_start_loc,  // int32 [num_rows + 1]
     const Tensor& num_rejected,            // ids [num_rows]
-    const Tensor& next_token_ids,          // ids [num_rows]
+    const Tensor& next_token_ids,          // ids [num_rows], or [num_states] with idx_mapping
     const Tensor& input_ids,               // int32 [capacity], written
     const Tensor& positions,               // int64 [capacity], written
     const Tensor& is_rejected,             // bool [capacity], written

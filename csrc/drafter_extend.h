@@ -24,6 +24,7 @@ struct ExtendArguments {
 
     int64_t num_items() const { return std::max({query_start_loc.length, seq_lens.length, slots.length}); }
     NWOR_HOST_DEVICE int64_t out_start(int64_t row) const { return starts[row] + row * growth; }
+    // Number of tokens that have a position and a flag.
     NWOR_HOST_DEVICE int64_t num_tokens() const { return least(positions.length, is_rejected.length); }
 };
 

@@ -5,7 +5,7 @@
 // and `recurrent_fold.h` check the calls that read and write them. The CPU kernels loop over the functions in
 // these files, and the CUDA kernels call them in each thread, so both devices behave the same.
 //
-// Letters in shapes: Q requests, E entries of a fold, T tokens, S slots, W rows of a record, H key heads, V
+// Letters in shapes: Q requests, E entries of a fold, T tokens, S slots, W rows of a record, H key heads, HV
 // value heads, dk and dv elements of a key head and a value head, L layers.
 #pragma once
 

@@ -11,6 +11,8 @@ namespace nwor {
 
 // ---------------------------------------------------------------- arithmetic without contraction
 
+// Each `exact_` function rounds its result once, as CUDA's __fadd_rn does.
+
 #ifdef __CUDA_ARCH__
 __device__ inline double exact_add(double a, double b) {
     return __dadd_rn(a, b);
@@ -104,6 +106,7 @@ NWOR_HOST_DEVICE inline uint32_t hash32(uint32_t key, uint32_t other_key, uint32
     return x ^ (x >> 15);
 }
 
+// Keys of the first 16 bits and of the last 32 bits of the noise.
 struct NoiseKey {
     uint32_t high, high_too, low, low_too;
 };

@@ -36,7 +36,8 @@ inline Range range_of(const Tensor& tensor) {
 }
 
 // Checks a written tensor: no two of its elements may share memory, as they do after `expand`. A view passes
-// if each stride is larger than the span of all smaller strides, as in slices and permutations.
+// if each stride is larger than the span of all smaller strides, as in slices and permutations. Other views
+// are refused even if their elements are apart.
 inline void check_elements_apart(const Argument& a) {
     if (a.tensor.numel() == 0) return;
     const auto sizes = a.tensor.sizes(), strides = a.tensor.strides();
@@ -54,10 +55,11 @@ inline void check_elements_apart(const Argument& a) {
 }
 
 // Finds whether two strided views share a byte. Key and value packed in one row, or in one page, span the
-// same addresses but share no byte. The result is exact. Two views share a byte if the distance of their
-// starts is a sum of multiples of their strides. The search goes through the strides from the largest to the
-// smallest. It tries only multiples whose remainder the smaller strides can still cover. For views of nested
-// dimensions these are one or two per stride.
+// same addresses but share no byte. The result is exact unless the search takes more than 4096 steps: then
+// the views count as overlapping. Two views share a byte if the distance of their starts is a sum of
+// multiples of their strides. The search goes through the strides from the largest to the smallest. It tries
+// only multiples whose remainder the smaller strides can still cover. For views of nested dimensions these
+// are one or two per stride.
 class SharedBytes {
   public:
     SharedBytes(const Tensor& a, const Tensor& b)
@@ -167,7 +169,8 @@ inline void add_given(std::vector<Argument>& arguments, const char* op, const ch
     if (tensor.has_value()) arguments.push_back({op, name, *tensor});
 }
 
-// Returns whether a result has exactly the memory of its source.
+// Returns whether two tensors have the same address, number of dimensions and strides. Sizes are not
+// compared.
 inline bool same_view(const Tensor& a, const Tensor& b) {
     if (a.data_ptr() != b.data_ptr() || a.dim() != b.dim()) return false;
     for (int64_t i = 0; i < a.dim(); ++i)

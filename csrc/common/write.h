@@ -48,7 +48,7 @@ struct WriteArguments {
     ScalarType source_dtype;
     Format format;
     ScaleView k_scale, v_scale;
-    // For logging. log_rows is null in the plain writer.
+    // Only write_kv_logged sets these; log_rows is null otherwise.
     const int32_t* log_rows;
     int64_t num_log_rows;
     RowsView key_log, value_log;

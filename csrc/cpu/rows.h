@@ -58,7 +58,7 @@ void copy_row(T* to, HeadsStrides to_strides, const T* from, HeadsStrides from_s
     }
 }
 
-// Adjacent rows: `count` of them in one access for each element of a row.
+// Copies `count` adjacent rows. Each access moves the same element of all of them.
 template <int count, class T>
 void copy_adjacent_rows(T* to, HeadsStrides to_strides, const T* from, HeadsStrides from_strides,
                         int64_t num_heads, int64_t width) {

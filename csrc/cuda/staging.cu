@@ -124,8 +124,10 @@ void run(const WriteArguments& w, const Launch& launch) {
 
 // ---------------------------------------------------------------- move_slots
 
-constexpr int64_t kPlanesPerMove = 384;       // addresses that fit in a launch's parameters (4 KB)
-constexpr int64_t kMoveTileBytes = 32 << 10;  // shared memory per block: seven blocks fit on a multiprocessor
+constexpr int64_t kPlanesPerMove = 384;  // addresses that fit in a launch's parameters (4 KB)
+// Shared memory per block. With the 1 KiB that CUDA reserves per block, six blocks fit on a multiprocessor of
+// an H100.
+constexpr int64_t kMoveTileBytes = 32 << 10;
 constexpr int64_t kSharedWithoutAsking = 48 << 10;
 constexpr int kMovesPerThread = 4;  // moves whose loads overlap
 

@@ -35,6 +35,7 @@ __device__ Destination destination(const int64_t* slot_mapping, const int32_t* l
     return {slot_mapping[token], log_rows == nullptr ? -1 : log_rows[token]};
 }
 
+// Reports an invalid slot or log row, and sets it to -1.
 __device__ Destination checked(Destination to, int64_t token, const Limits& limits,
                                Problem of_slot = kSlotMapping) {
     if (to.slot >= limits.slots.count) {
@@ -48,14 +49,14 @@ __device__ Destination checked(Destination to, int64_t token, const Limits& limi
     return to;
 }
 
-// The first thread of a row marks it as logged, with a window number that it has loaded before.
+// Whether this thread must write the row's window number.
 __device__ bool marks_row(const RowWindows& row_windows, const Place& place) {
     return row_windows.rows != nullptr && place.leads_row();
 }
 
 // ---------------------------------------------------------------- from a source to a cache
 
-// Converts one unit of the source to one unit of the cache: it copies bytes,
+// `Copy` and `Quantize` convert one unit of the source to one unit of the cache. `Copy` copies bytes.
 template <class T>
 struct Copy {
     using Source = T;
@@ -74,7 +75,7 @@ __device__ float as_float(__nv_bfloat16 x) {
     return __bfloat162float(x);
 }
 
-// or converts to 8-bit floats as vLLM's fp8::scaled_convert: a division, then a saturating conversion. (One
+// Converts to 8-bit floats as vLLM's fp8::scaled_convert: a division, then a saturating conversion. (One
 // reciprocal with exact corrections instead of the divisions was slower, except for a few tokens.)
 template <class T, int kElements>
 struct Quantize {
