@@ -37,7 +37,7 @@ BATCH = SimpleNamespace(
     num_draft_tokens_per_req=numpy.array([2]),
     seq_lens=torch.tensor([5], dtype=torch.int32),
 )
-NOTHING = SimpleNamespace(
+SCHEDULER_OUTPUT = SimpleNamespace(
     scheduled_new_reqs=[],
     scheduled_cached_reqs=SimpleNamespace(new_block_ids=[], resumed_req_ids=set()),
     scheduled_spec_decode_tokens={"a": [-1] * 2, "b": [-1] * 2},

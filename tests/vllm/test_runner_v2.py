@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from v2_runner import ADAPTIVE_BATCH, ADAPTIVE_SLOTS, NOTHING, SLOTS, TABLE, AdaptiveRunner, Runner
+from v2_runner import ADAPTIVE_BATCH, ADAPTIVE_SLOTS, SCHEDULER_OUTPUT, SLOTS, TABLE, AdaptiveRunner, Runner
 
 from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.support.refusals import Unsupported
@@ -24,7 +24,7 @@ MODES = pytest.mark.parametrize("mode", ["cow", "stage"])
 @pytest.mark.parametrize("audit", [False, True])
 def test_accepted_drafts_stay_and_rejected_ones_go(audit: bool, mode: str) -> None:
     runner = Runner(audit, mode)
-    runner.execute_model(NOTHING)
+    runner.execute_model(SCHEDULER_OUTPUT)
     assert runner.written() == [mode == "cow"] * 3
     assert runner.sample_tokens(None) == "output"
     assert runner.written() == [True, True, False]
@@ -40,7 +40,7 @@ def test_accepted_drafts_stay_if_the_drafter_fails(audit: bool, mode: str) -> No
     """vLLM has already counted the accepted drafts."""
     runner = Runner(audit, mode)
     runner.failure = ValueError("drafter")
-    runner.execute_model(NOTHING)
+    runner.execute_model(SCHEDULER_OUTPUT)
     with pytest.raises(ValueError, match="drafter"):
         runner.sample_tokens(None)
     assert runner.written() == [True, True, False]
@@ -52,7 +52,7 @@ def test_the_failure_of_the_step_is_the_one_that_is_seen(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = Runner(audit=False)
-    runner.execute_model(NOTHING)
+    runner.execute_model(SCHEDULER_OUTPUT)
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -107,7 +107,7 @@ def test_the_batch_of_these_tests_is_one_of_vllms(monkeypatch: pytest.MonkeyPatc
 def test_adaptive_verification_uses_the_device_s_counts(audit: bool, mode: str) -> None:
     """The transaction uses the counts of the device, and so does the audit, which counts on the host."""
     runner = AdaptiveRunner(audit, mode)
-    runner.execute_model(NOTHING)
+    runner.execute_model(SCHEDULER_OUTPUT)
     assert runner.sample_tokens(None) == "output"
     written = runner.kv_cache.flatten(0, 1)[ADAPTIVE_SLOTS, 0, 0] == 1
     assert written.tolist() == [True, False, True, True, False]
