@@ -63,6 +63,7 @@ def accept_staged(
             windows[layer, row] = WINDOW
     arguments = (
         flags(*accepted) if requests is None else int32(*accepted), int64(*slots), int64(WINDOW), windows, num_slots,
+        # Before the call: the opposite of the default result, and counters that are not 0.
         flags(*(1 - bit for bit in (1, 0, 1, 0, 0))) if len(slots) == 5 else flags(*[1] * len(slots)),
         int64(*range(10, 10 * len(ops.STAGE_COUNTERS) + 10, 10)),
     )  # fmt: skip
@@ -76,7 +77,7 @@ def commit(accepted: tuple[int, ...] = (1, 0, 1, 1, 0, 1), **options: Any) -> tu
 
 
 def commit_lengths(arguments: tuple[Any, ...], lengths: tuple[int, ...] = (2, 0, 1)) -> tuple[Any, ...]:
-    """The same rows, accepted by a number of rows per request. Row 4 belongs to no request."""
+    """Return a call of `commit_staged` with a number of accepted rows per request. Row 4 belongs to no request."""
     return (*arguments[:3], int32(*lengths), *arguments[4:], int32(0, 0, 1, 2, -1, 0), int32(0, 1, 0, 0, 0, 2))
 
 
