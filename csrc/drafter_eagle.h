@@ -20,14 +20,13 @@ struct EagleArguments {
 
 // ---------------------------------------------------------------- check
 
-inline EagleArguments check_eagle_step(
-    const char* op,
-    const Tensor& positions,      // int64 [num_rows]
-    const Tensor& block_table,    // int32 [num_rows, max_num_blocks]
-    const Tensor& seq_lens,       // int32 [num_rows], written
-    const Tensor& new_positions,  // int64 [num_rows], written
-    const Tensor& slot_mapping,   // int64 [>= num_rows], written, padded with -1
-    int64_t block_size, int64_t max_model_len) {
+inline EagleArguments check_eagle_step(const char* op,
+                                       const Tensor& positions,      // int64 [num_rows]
+                                       const Tensor& block_table,    // int32 [num_rows, max_num_blocks]
+                                       const Tensor& seq_lens,       // int32 [num_rows], written
+                                       const Tensor& new_positions,  // int64 [num_rows], written
+                                       const Tensor& slot_mapping,   // int64 [num_rows], written
+                                       int64_t block_size, int64_t max_model_len) {
     const Argument po{op, "positions", positions}, bt{op, "block_table", block_table},
         sl{op, "seq_lens", seq_lens}, np{op, "new_positions", new_positions},
         sm{op, "slot_mapping", slot_mapping};
