@@ -131,7 +131,7 @@ class Run:
         self.options, self.folder = options, folder
         self.engines: dict[Place, EngineProcess] = {}
         self.problems: list[str] = []
-        self.suffix = "" if options.target == "8b" else f"_{options.target}"  # of the names of rows
+        self.suffix = "" if options.target == "8b" else f"_{options.target}"  # row names end with it
 
     def report(self, problem: object) -> None:
         self.problems.append(str(problem))

@@ -129,14 +129,14 @@ def _measure(options: DemoOptions, console: Console) -> dict[str, Any]:
         with stages.stage(f"running {len(jobs['audited']['requests'])} requests in both, every byte compared"):
             audited = _run_audited(engines)
     finally:
-        close_engines(engines)
+        close_all(engines.values())
     with stages.stage("starting two more engines, without an audit"):
         engines = start_engines(options, jobs["timed"], audit=False)
     try:
         with stages.stage("timing them in turns", options.rounds) as advance:
             timed = run_timed(options, engines, advance)
     finally:
-        close_engines(engines)
+        close_all(engines.values())
     return {"audited": audited, "timed": timed} | run_library(options, stages.stage)
 
 
@@ -176,13 +176,9 @@ def start_engines(options: DemoOptions, job: dict[str, Any], audit: bool) -> dic
         for engine in engines.values():
             engine.wait_until_ready()
     except BaseException:
-        close_engines(engines)
+        close_all(engines.values())
         raise
     return engines
-
-
-def close_engines(engines: dict[str, EngineProcess]) -> None:
-    close_all(engines.values())
 
 
 def _run_audited(engines: dict[str, EngineProcess]) -> dict[str, dict[str, Any]]:

@@ -89,7 +89,7 @@ def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Fun
         def call(*arguments: Any, **named: Any) -> Any:
             for place, option, label in booleans:
                 value = arguments[place] if place < len(arguments) else named.get(option, False)
-                if (error := bool_error(label, value)) is not None:  # torch 2.11 traces no truth of an exception
+                if (error := bool_error(label, value)) is not None:  # torch 2.11 cannot trace `if error`
                     raise error
             if torch.is_grad_enabled():  # serving disables gradients, which skips this check of every plane
                 _refuse_gradients(declared, arguments, named)
