@@ -29,6 +29,7 @@ from draft_loops import (
     require_metadata_of_every_step,
     require_only_own_slots_written,
 )
+from no_sync import no_waits
 from processes import SUPPORT, environment
 
 from nwor_ops.drafter import GraphKey
@@ -400,14 +401,10 @@ def test_nothing_waits(device):
     follower.load(6, 0)
     draft(drafter, batch, "eager")
     states = batch.states.to(device)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for mode in ("eager", *GRAPHS):
             follower.loop.run(6, mode)
             drafter.propose(states, batch.verified.shape[1], mode)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def launches(run):

@@ -11,6 +11,7 @@ import pytest
 import samples_drafter as samples
 import torch
 from layouts import same_memory, surrounded, twin
+from no_sync import no_waits
 from samples import argument_names, ops_of, sample_inputs
 from tensors import int64
 
@@ -307,13 +308,9 @@ def test_a_captured_loop_is_the_eager_loop(device, temperature):
 
 def test_no_op_synchronises(device):
     calls = [(op, twin(arguments, device)) for op in OPS for arguments in sample_inputs(op)]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for op, arguments in calls:
             getattr(ops, op)(*arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_compiled_whole(device):

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from counted_session import CountedSession
+from no_sync import no_waits
 
 from nwor_ops.vllm.metrics import transport
 from nwor_ops.vllm.metrics.transport import Totals
@@ -40,14 +41,10 @@ def _published(file: Written, windows: int) -> int:
 def test_the_last_step_arrives_without_a_sync(file: Written) -> None:
     session = CountedSession("cuda")
     publisher = SessionPublisher(session, file, logging.getLogger())
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for _ in range(100):
             torch.cuda._sleep(100_000)
             session.step(1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert _published(file, 100) == 100
     publisher.stop()
 

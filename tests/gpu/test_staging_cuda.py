@@ -7,6 +7,7 @@ import pytest
 import samples_staging as samples
 import torch
 from layouts import Shape, make_pages, same_memory, twin
+from no_sync import no_waits, no_waits_or_allocations
 from samples import ops_of, sample_inputs
 from shadow_windows import Sequence, make_window
 from tensors import SMALL
@@ -190,18 +191,17 @@ def test_nothing_is_allocated_or_synchronized(device):
     replayed = Replayed(device, 2)
     replayed.load(replayed.random_window(3))
     others = [twin(sample_inputs(op)[0], device) for op in STAGE[:4]]
-    for _ in range(2):
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            replayed.open()
-            replayed.close()
-            for op, arguments in zip(STAGE[:4], others, strict=True):
-                getattr(ops, op)(*arguments)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+    def run():
+        replayed.open()
+        replayed.close()
+        for op, arguments in zip(STAGE[:4], others, strict=True):
+            getattr(ops, op)(*arguments)
+
+    with no_waits():
+        run()
+    with no_waits_or_allocations():
+        run()
 
 
 def test_forgetting_shadow_pages_does_not_sync(device):
@@ -214,11 +214,8 @@ def test_forgetting_shadow_pages_does_not_sync(device):
     held = manager.recovery.held_slots
     for states, kept in (([2, 0], 1), (None, 0)):
         held.fill_(7)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             manager.forget_shadow_pages(states)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert (held >= 0).flatten(1).cpu().sum() == kept * held.shape[2]
 
 

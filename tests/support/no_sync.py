@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,3 +43,23 @@ class OnlyOursAndViews(TorchDispatchMode):
 def guard():
     with NoHostReads(), OnlyOursAndViews():
         yield
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Within it, torch raises if the host waits for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def no_waits_or_allocations() -> Iterator[None]:
+    """The same, and torch allocates no memory of the GPU."""
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with no_waits():
+        yield
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
