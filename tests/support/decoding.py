@@ -183,3 +183,19 @@ STEPS = (
     (Request(1, 4, 4), Request(1, 4, 0), Request(1, 1, 1), Request(0)),
     (Request(2, 3, 1), Request(1, 4, 3), Request(1, 4, 4), Request(4, 2, 0)),
 )
+
+
+def batch_copies(engine, batch):
+    """Copies of the slots and block tables of a batch."""
+    return tuple({group: tensor.clone() for group, tensor in of.items()} for of in (batch.slots, engine.tables))
+
+
+def require_unchanged(engine, untouched, batch, slots, tables):
+    """A window that was refused has left slots, tables and pages as they were, and the next steps run."""
+    assert all(torch.equal(batch.slots[group], slots[group]) for group in slots)
+    assert all(torch.equal(engine.tables[group], tables[group]) for group in tables)
+    engine.assert_pages(untouched)
+    for requests in STEPS[2:]:
+        for one in (engine, untouched):
+            one.step(requests)
+        engine.assert_pages(untouched)

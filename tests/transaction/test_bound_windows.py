@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoding import ALL, REQUESTS, STEPS, Engine
+from decoding import ALL, REQUESTS, STEPS, Engine, batch_copies, require_unchanged
 from hypothesis import given
 from hypothesis import strategies as st
 from op_calls import Calls
@@ -208,17 +208,6 @@ def bound_engine(mode, with_states=False, end="commit_rejected"):
     return engine, untouched
 
 
-def unchanged(engine, untouched, batch, slots, tables):
-    assert engine.manager.state is State.CLOSED
-    assert all(torch.equal(batch.slots[group], slots[group]) for group in slots)
-    assert all(torch.equal(engine.tables[group], tables[group]) for group in tables)
-    engine.assert_pages(untouched)
-    for requests in STEPS[2:]:
-        for one in (engine, untouched):
-            one.step(requests)
-        engine.assert_pages(untouched)
-
-
 WRONG_WINDOWS = {
     "no lengths": ({"seq_lens": lambda t: None}, ValueError, r'begin: window must have seq_lens .*, got no seq_lens$'),
     "lengths": ({"seq_lens": lambda t: t.long()}, TypeError, r"begin: window\.seq_lens must have dtype torch.int32"),
@@ -239,13 +228,13 @@ def test_a_window_that_is_refused_changes_nothing(case):
     wrong, error, sentence = WRONG_WINDOWS[case]
     engine, untouched = bound_engine("stage", with_states=True)
     batch = engine.batch(STEPS[2])
-    slots = {group: s.clone() for group, s in batch.slots.items()}
-    tables = {group: table.clone() for group, table in engine.tables.items()}
+    slots, tables = batch_copies(engine, batch)
     fields = {name: change(getattr(batch.window, name)) for name, change in wrong.items()}
     with pytest.raises(error, match=f"^{sentence}"):
         engine.manager.begin(batch.window._replace(**fields))
     assert engine.manager.stats().cancelled == sentence.startswith("open_window")
-    unchanged(engine, untouched, batch, slots, tables)
+    assert engine.manager.state is State.CLOSED
+    require_unchanged(engine, untouched, batch, slots, tables)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -259,35 +248,26 @@ def test_a_mapping_that_was_resized_is_refused(mode):
     assert engine.manager.stats().windows == 3
 
 
-@pytest.mark.parametrize("wrong", [lambda t: t.float(), lambda t: t[:2], lambda t: None])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_commit_of_tokens_that_is_refused_can_be_repeated(mode, wrong):
-    engine, untouched = bound_engine(mode, end="commit")
+@pytest.mark.parametrize("wrong", ["dtype", "two", "none"])
+@pytest.mark.parametrize(
+    ("mode", "end", "sentence"),
+    [("cow", "commit", "draft_token_ids"), ("stage", "commit", "draft_token_ids"),
+     ("stage", "commit_rejected", "num_rejected must ")],
+)  # fmt: skip
+def test_a_commit_that_is_refused_can_be_repeated(mode, end, sentence, wrong):
+    engine, untouched = bound_engine(mode, end=end)
     for one in (engine, untouched):
         batch = one.batch(STEPS[2])
         one.manager.begin(batch.window)
         one.forward(batch)
+        commit, (first, *others) = getattr(one.manager, end), outcome(batch, end)
         if one is engine:
-            with pytest.raises((ValueError, TypeError), match="draft_token_ids"):
-                one.manager.commit(wrong(batch.draft_token_ids), batch.sampled_token_ids)
+            other_dtype = torch.int64 if first.dtype is torch.int32 else torch.float32
+            bad = {"dtype": first.to(other_dtype), "two": first[:2], "none": None}[wrong]
+            with pytest.raises((ValueError, TypeError), match=sentence):
+                commit(bad, *others)
             assert one.manager.state is State.OPEN
-        one.manager.commit(batch.draft_token_ids, batch.sampled_token_ids)
-    engine.assert_pages(untouched)
-    assert engine.manager.stats() == untouched.manager.stats()
-
-
-@pytest.mark.parametrize("wrong", [lambda t: t.long(), lambda t: t[:2], lambda t: None])
-def test_a_commit_that_is_refused_can_be_repeated(wrong):
-    engine, untouched = bound_engine("stage")
-    for one in (engine, untouched):
-        batch = one.batch(STEPS[2])
-        one.manager.begin(batch.window)
-        one.forward(batch)
-        if one is engine:
-            with pytest.raises((ValueError, TypeError), match="num_rejected must "):
-                one.manager.commit_rejected(wrong(batch.num_rejected))
-            assert one.manager.state is State.OPEN
-        one.manager.commit_rejected(batch.num_rejected)
+        commit(first, *others)
     engine.assert_pages(untouched)
     assert engine.manager.stats() == untouched.manager.stats()
 

@@ -659,6 +659,15 @@ def compiled_forward(transactions: Transactions, read: bool, backend, dynamic: b
     return torch.compile(forward, fullgraph=True, backend=backend, dynamic=dynamic)
 
 
+def finish_writes(transactions: Transactions, batch, rows) -> None:
+    """Write the rows of layers whose writer is not ours, and expect all rows that stay."""
+    for name, cache in transactions.caches.items():
+        slots = batch.slots[transactions.group_of[name]]
+        if not cache.writable:
+            put_rows(cache.planes, rows[name], slots.tolist())
+        transactions.expect(name, rows[name], slots, batch.rejected)
+
+
 @pytest.mark.parametrize(
     ("kinds", "backend", "dynamic", "read"),
     [
@@ -683,11 +692,7 @@ def test_compiled(kinds, backend, dynamic, read):
         rows = {name: transactions.rows(name, batch.num_tokens) for name in transactions.caches}
         transactions.manager.begin(batch.window)
         outputs = forward(rows, batch.slots)
-        for name, cache in transactions.caches.items():
-            slots = batch.slots[transactions.group_of[name]]
-            if not cache.writable:
-                put_rows(cache.planes, rows[name], slots.tolist())
-            transactions.expect(name, rows[name], slots, batch.rejected)
+        finish_writes(transactions, batch, rows)
         for name, output in zip(transactions.caches, outputs, strict=False):
             if transactions.caches[name].writable:  # reads return what was written, drafts included
                 written = rows[name][0][:-2]
@@ -739,11 +744,7 @@ def test_compiled_micro_batches(dynamic):
         for part in (slice(0, cut), slice(cut, None)):
             some = {name: tuple(plane_rows[part] for plane_rows in rows[name]) for name in rows}
             compiled(some, {group: slots[part] for group, slots in batch.slots.items()}, part.start)
-        for name, cache in transactions.caches.items():
-            slots = batch.slots[transactions.group_of[name]]
-            if not cache.writable:
-                put_rows(cache.planes, rows[name], slots.tolist())
-            transactions.expect(name, rows[name], slots, batch.rejected)
+        finish_writes(transactions, batch, rows)
         commit(transactions, batch)
         transactions.assert_as_expected()
 

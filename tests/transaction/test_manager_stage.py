@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from copied_rows import CopiedRows
-from decoding import ALL, DRAFTS, REQUESTS, STEPS, Engine
+from decoding import ALL, DRAFTS, REQUESTS, STEPS, Engine, batch_copies, require_unchanged
 from hypothesis import given
 from hypothesis import strategies as st
 from tensors import numbers
@@ -216,18 +216,11 @@ def test_a_window_that_cannot_be_opened_in_the_last_group_changes_nothing(case, 
         for one in (engine, untouched):
             one.step(requests)
     batch, last = engine.batch(STEPS[2]), list(engine.tables)[-1]
-    slots = {group: s.clone() for group, s in batch.slots.items()}
-    tables = {group: table.clone() for group, table in engine.tables.items()}
+    slots, tables = batch_copies(engine, batch)
     refused = engine.tables | {last: narrow(engine.tables[last])}
     with pytest.raises(error, match=f"^{sentence}"):
         engine.manager.begin(batch.window._replace(block_tables=refused))
-    assert all(torch.equal(batch.slots[group], slots[group]) for group in slots)
-    assert all(torch.equal(engine.tables[group], tables[group]) for group in tables)
-    engine.assert_pages(untouched)
-    for requests in STEPS[2:]:
-        for one in (engine, untouched):
-            one.step(requests)
-        engine.assert_pages(untouched)
+    require_unchanged(engine, untouched, batch, slots, tables)
 
 
 DRAFTING = (Request(1, 2, 1),) * 4
