@@ -496,9 +496,7 @@ SHARED = [
 
 @pytest.mark.parametrize(("op", "argument", "value", "names"), SHARED)
 def test_source_and_destination_must_not_share_memory(op, argument, value, names):
-    arguments = sample_inputs(op)[0]
-    arguments = with_arguments(op, arguments, **{argument: value(arguments)})
-    layouts.refuse(op, arguments, ValueError, f"{names} must not share memory$")
+    bad_input.refuse_shared(op, argument, value, names)
 
 
 FLOATS = {

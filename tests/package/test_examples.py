@@ -170,7 +170,17 @@ class Boom(Exception):
     pass
 
 
-class Fragile(Engine):
+class Retries:
+    """Runs a step again if it fails."""
+
+    def step(self, running):
+        try:
+            return super().step(running)
+        except Boom:
+            return super().step(running)
+
+
+class Fragile(Retries, Engine):
     """Every third forward fails in its second layer, and the engine runs the step again."""
 
     def __init__(self, *args, **options) -> None:
@@ -182,12 +192,6 @@ class Fragile(Engine):
         self.calls += 1
         if self.calls % 3 == 0:
             raise Boom
-
-    def step(self, running):
-        try:
-            return super().step(running)
-        except Boom:
-            return super().step(running)
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
@@ -520,7 +524,7 @@ def test_a_state_for_every_token_that_keeps_all_drafts_is_noticed(plain_hybrid):
 
 
 def test_a_hybrid_forward_that_fails_is_undone(plain_hybrid):
-    class FragileHybrid(HybridEngine):
+    class FragileHybrid(Retries, HybridEngine):
         """Every third forward fails in a random layer, and the engine runs the step again."""
 
         def __init__(self, *args, **options) -> None:
@@ -534,12 +538,6 @@ def test_a_hybrid_forward_that_fails_is_undone(plain_hybrid):
             if self.steps % 3 == 2 and self.steps // 3 % HYBRID.num_layers == layer:
                 self.failed += 1
                 raise Boom
-
-        def step(self, running):
-            try:
-                return super().step(running)
-            except Boom:
-                return super().step(running)
 
     fragile = hybrid_engine(FragileHybrid)
     assert fragile.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=True) == plain_hybrid

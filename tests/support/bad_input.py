@@ -404,6 +404,13 @@ def refuse_argument(op: str, sample: int, argument: str, value: Any, expected: s
     refuse(op, with_arguments(op, arguments, **{argument: value}), error, sentence)
 
 
+def refuse_shared(op: str, argument: str, value: Any, names: str) -> None:
+    """Check that the op refuses an argument in the memory of another one. `value` is a function of all arguments."""
+    arguments = sample_inputs(op)[0]
+    arguments = with_arguments(op, arguments, **{argument: value(arguments)})
+    refuse(op, arguments, ValueError, f"{names} must not share memory$")
+
+
 def refuse_gradient(op: str, name: str) -> None:
     """The ops have no backward. An in-place write without one would silently corrupt the backward pass."""
     arguments = sample_inputs(op)[0]

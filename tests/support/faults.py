@@ -28,6 +28,16 @@ class Lost(Exception):
 
 
 @contextmanager
+def _launches(replaced: Callable) -> Iterator[None]:
+    """Replace each function that launches, by what `replaced` makes of it."""
+    with pytest.MonkeyPatch().context() as patched:
+        for module, names in ((ops, LAUNCHES), (nwor_ops.transaction.manager, BOUND)):
+            for name in names:
+                patched.setattr(module, name, replaced(getattr(module, name)))
+        yield
+
+
+@contextmanager
 def fail_at(launch: int, lasting: bool = False) -> Iterator[list[int]]:
     """Make the launch of a manager with this number fail, counted from 0. If `lasting`, all later launches fail too.
 
@@ -45,10 +55,7 @@ def fail_at(launch: int, lasting: bool = False) -> Iterator[list[int]]:
 
         return run
 
-    with pytest.MonkeyPatch().context() as patched:
-        for module, names in ((ops, LAUNCHES), (nwor_ops.transaction.manager, BOUND)):
-            for name in names:
-                patched.setattr(module, name, failing(getattr(module, name)))
+    with _launches(failing):
         yield made
 
 
@@ -63,10 +70,7 @@ def raising_after_launch(error: type[Exception]) -> Iterator[None]:
 
         return run
 
-    with pytest.MonkeyPatch().context() as patched:
-        for module, names in ((ops, LAUNCHES), (nwor_ops.transaction.manager, BOUND)):
-            for name in names:
-                patched.setattr(module, name, raising(getattr(module, name)))
+    with _launches(raising):
         yield
 
 

@@ -240,9 +240,15 @@ def flag_writes(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return written
 
 
-def test_the_graph_begins_the_windows_of_decodes(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def captured(graphs: Any) -> tuple[Runner, Any]:
+    """Return a runner that has captured the graph of a descriptor, and the descriptor."""
     runner, desc = Runner(graphs), descriptor()
     runner.capture()
+    return runner, desc
+
+
+def test_the_graph_begins_the_windows_of_decodes(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, desc = captured(graphs)
     assert graphs.graphs[desc].names == ["plan_decode_window", "write_kv_logged"]
     assert counted(runner) == (0, 0, 0)
     written, accepted, rejected = flag_writes(runner, monkeypatch), 0, 0
@@ -262,8 +268,7 @@ def test_the_graph_begins_the_windows_of_decodes(graphs: Any, monkeypatch: pytes
 
 def test_batches_that_grow(graphs: Any) -> None:
     """The calls of commit are bound for one request, and then serve two."""
-    runner, desc = Runner(graphs), descriptor()
-    runner.capture()
+    runner, desc = captured(graphs)
     for number, requests in enumerate([ONE, ONE, ONE, DECODE, DECODE, UNEVEN, DECODE], 1):
         runner.step(requests, desc)
         assert runner.rows() == kept(requests)
@@ -272,8 +277,7 @@ def test_batches_that_grow(graphs: Any) -> None:
 
 def test_replays_without_a_window_of_the_graph(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dummy runs, steps without drafts, and steps whose begin is called: the graph's begin does nothing."""
-    runner, desc = Runner(graphs), descriptor()
-    runner.capture()
+    runner, desc = captured(graphs)
     written = flag_writes(runner, monkeypatch)
     runner.step(DECODE, desc)
     runner.execute_model(None, desc, dummy_run=True)
@@ -295,8 +299,7 @@ def test_replays_without_a_window_of_the_graph(graphs: Any, monkeypatch: pytest.
 
 def test_other_forwards_call_begin(graphs: Any) -> None:
     """Eager and piecewise forwards, and a graph that holds no begin. The flag on the device does not matter there."""
-    runner, desc = Runner(graphs), descriptor()
-    runner.capture()
+    runner, desc = captured(graphs)
     for _ in range(3):
         runner.step(DECODE, desc)
     for other in (descriptor("NONE"), descriptor("PIECEWISE", num_reqs=None)):
@@ -335,8 +338,7 @@ def test_graphs_that_hold_no_begin(graphs: Any) -> None:
 
 def test_a_second_capture_without_a_begin(graphs: Any) -> None:
     """The graphs of the first capture held a begin. Those of the second do not, so begin is called."""
-    runner, desc = Runner(graphs), descriptor()
-    runner.capture()
+    runner, desc = captured(graphs)
     runner.step(DECODE, desc)
     assert runner.session.begun_in_graph == 1
     graphs.graphs.clear()
@@ -377,8 +379,7 @@ def test_a_begin_that_cannot_be_captured(graphs: Any) -> None:
 
 def test_a_replay_that_fails(graphs: Any) -> None:
     """No row of the window before is restored again, and the next steps run."""
-    runner, desc = Runner(graphs), descriptor()
-    runner.capture()
+    runner, desc = captured(graphs)
     for _ in range(3):
         runner.step(DECODE, desc)
     before = runner.kv_cache.clone()
@@ -395,8 +396,7 @@ def test_a_replay_that_fails(graphs: Any) -> None:
 
 def test_a_forward_that_fails_after_the_replay(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All drafts of its window are undone."""
-    runner, desc = Runner(graphs), descriptor()
-    runner.capture()
+    runner, desc = captured(graphs)
     runner.step(DECODE, desc)
     replay = CapturedGraph.replay
 
@@ -417,8 +417,7 @@ def test_a_forward_that_fails_after_the_replay(graphs: Any, monkeypatch: pytest.
 
 def test_another_forward_than_the_prepared_graph(graphs: Any) -> None:
     """The step goes on without the transaction: rejected drafts stay, and nothing else changes."""
-    runner, desc = Runner(graphs), descriptor()
-    runner.capture()
+    runner, desc = captured(graphs)
     runner.step(DECODE, desc)
     runner.kv_cache.fill_(OLD)
     batch = runner.prepare_inputs(DECODE, None, desc, 0)
@@ -445,8 +444,7 @@ def test_another_forward_than_the_prepared_graph(graphs: Any) -> None:
 
 def test_a_flag_that_cannot_be_written(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine stops under any setting, because the effect of a replay is unknown."""
-    runner, desc = Runner(graphs), descriptor()
-    runner.capture()
+    runner, desc = captured(graphs)
     begin = runner.attachment.graph_begin
     assert begin is not None
     with monkeypatch.context() as patch:
@@ -476,8 +474,7 @@ def test_a_begin_that_fails(graphs: Any, on_error: str, monkeypatch: pytest.Monk
 
 def test_unloading(graphs: Any) -> None:
     """The hooks go, and no later replay begins a window."""
-    runner, desc = Runner(graphs), descriptor()
-    runner.capture()
+    runner, desc = captured(graphs)
     runner.step(DECODE, desc)
     names = {patch.name for patch in runner.session.patches}
     assert {"prepare_inputs", "capture", "_capture_stream", "run_fullgraph"} <= names
@@ -494,8 +491,7 @@ def test_unloading(graphs: Any) -> None:
 
 def test_graphs_that_are_captured_again(graphs: Any) -> None:
     """vLLM releases its graphs when experts move. The new ones begin windows too."""
-    runner, desc = Runner(graphs), descriptor()
-    runner.capture()
+    runner, desc = captured(graphs)
     runner.step(DECODE, desc)
     graphs.release_graphs()
     runner.capture()

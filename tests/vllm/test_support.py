@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import importlib.util
 import json
 import re
@@ -124,12 +125,14 @@ def test_every_method_of_vllm_has_a_row() -> None:
     assert set(get_args(SpeculativeMethod)) - named_for_a_model - {"mlp_speculator"} == here  # no runner has that
 
 
+@functools.cache
+def names_of_tests() -> set[str]:
+    return {name for path in TESTS.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)}
+
+
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_the_tests_of_a_method_exist(method: Method) -> None:
-    tests = {
-        name for path in TESTS.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
-    }
-    assert set(method.cpu) <= tests
+    assert set(method.cpu) <= names_of_tests()
     for runner, names in (("gpu.model_runner", method.v2), ("gpu_model_runner", method.v1)):
         assert set(names) <= {case.name for case in gpu_cases.CASES if case.runner.endswith(runner)}
 
@@ -152,10 +155,7 @@ def test_the_gpu_cases_of_a_method_passed(method: Method) -> None:
 def test_the_cases_of_a_parallel_mode_exist(mode: ParallelMode) -> None:
     """The cases run only in supported modes. The table takes their outcomes from the committed results."""
     cases = {case.name: case for case in parallel_cases()}
-    tests = {
-        name for path in TESTS.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
-    }
-    assert set(mode.cpu) <= tests
+    assert set(mode.cpu) <= names_of_tests()
     for runner, names in (("gpu.model_runner", mode.v2), ("gpu_model_runner", mode.v1)):
         assert all(cases[name].runner.endswith(runner) for name in names)
     assert {cases[name].nwor["mode"] for name in (*mode.v2, *mode.v1)} <= set(mode.modes)
