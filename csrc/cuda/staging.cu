@@ -151,12 +151,13 @@ template <bool kTable>
 __device__ MoveOffsets offsets_of(const MoveJob& job, int64_t move, const Place& place) {
     if (move >= job.num_moves) return {-1, -1};
     const int64_t from = job.from[move], to = job.to[move];
-    if (from < 0 || to < 0 || from == to) return {-1, -1};
+    if (from < 0 || to < 0) return {-1, -1};
     if (from >= job.slots.count || to >= job.slots.count) {
         const bool source = from >= job.slots.count;
         report(job.report_as, {source ? kSrcSlots : kDstSlots, move, source ? from : to, job.slots.count});
         return {-1, -1};
     }
+    if (from == to) return {-1, -1};
     const MoveOffsets offsets{Slot<kTable>(job.slots, from).offset(job.pages, place),
                               Slot<kTable>(job.slots, to).offset(job.pages, place)};
     if (!within<kTable>(job.pages, offsets.from, job.report_as) ||

@@ -442,6 +442,19 @@ def test_move_outside_the_cache(device, name, slot):
     bad_input.check_bad_data("move_slots", arguments, IndexError, sentence, device, left)
 
 
+@pytest.mark.debug_mode
+@pytest.mark.parametrize("slot", [12, 2**62])
+def test_move_of_a_slot_outside_the_cache_to_itself(device, slot):
+    """It moves no bytes, but the slot is checked."""
+    arguments, without = (
+        with_arguments("move_slots", samples.move(), src_slots=int64(5, source, 1), dst_slots=int64(1, slot, 5))
+        for source in (slot, -1)
+    )
+    sentence = rf"src_slots\[1\] must be below 12 .*, got {slot}$"
+    left = bad_input.left_by_the_oracle("move_slots", without)
+    bad_input.check_bad_data("move_slots", arguments, IndexError, sentence, device, left)
+
+
 @pytest.mark.parametrize("name", ["src_slots", "dst_slots"])
 def test_a_skipped_move_is_not_checked(device, name):
     other = "dst_slots" if name == "src_slots" else "src_slots"
