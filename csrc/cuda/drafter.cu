@@ -177,8 +177,7 @@ bool in_16_bytes(const void* data, int64_t stride, int32_t element_size) {
 template <class Access>
 void start_update(const UpdateArguments& a, const Launch& launch) {
     const int64_t accesses = a.width * a.element_size / static_cast<int64_t>(sizeof(Access));
-    // A row without a hidden state also has one thread, which updates the other tensors.
-    const LaunchShape shape = shape_for_rows(a.op, a.rows.count, 1, std::max<int64_t>(accesses, 1));
+    const LaunchShape shape = shape_for_rows(a.op, a.rows.count, 1, accesses);
     launch.start(update_kernel<Access>, shape, a, accesses, report_as(a.op));
 }
 

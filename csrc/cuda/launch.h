@@ -38,10 +38,13 @@ inline int64_t ceil_div(int64_t n, int64_t d) {
 
 // Rows of `heads` x `columns` accesses, with one thread per access. threadIdx.x and blockIdx.z walk along a
 // head, threadIdx.y and blockIdx.y over the heads, and threadIdx.z and blockIdx.x over the rows. So no thread
-// needs a division to find its element.
+// needs a division to find its element. A row without accesses still has its leading thread, which does the
+// work per row: it marks the row, and reports an invalid one.
 inline LaunchShape shape_for_rows(const char* op, int64_t rows, int64_t heads, int64_t columns) {
-    const int64_t x = std::clamp<int64_t>(columns, 1, kThreads);
-    const int64_t y = std::clamp<int64_t>(heads, 1, kThreads / x);
+    heads = std::max<int64_t>(heads, 1);
+    columns = std::max<int64_t>(columns, 1);
+    const int64_t x = std::min<int64_t>(columns, kThreads);
+    const int64_t y = std::min<int64_t>(heads, kThreads / x);
     int64_t z = std::min(kThreads / (x * y), kMostBlockZ);
     while (z > 1 && x * y * z > kWarp && rows < z * kEnoughBlocks) z = (z + 1) / 2;
     const int64_t grid_x = ceil_div(rows, z), grid_y = ceil_div(heads, y), grid_z = ceil_div(columns, x);

@@ -67,7 +67,7 @@ void run(const StageArguments& a, const Launch& launch) {
     job.num_rows = a.num_rows;
     job.row_windows = a.row_windows;
     job.report_as = report_as(a.op);
-    const LaunchShape shape = shape_for_rows(a.op, a.num_tokens, std::max<int64_t>(job.rows[0].num_heads, 1),
+    const LaunchShape shape = shape_for_rows(a.op, a.num_tokens, job.rows[0].num_heads,
                                              std::max(job.rows[0].columns, job.rows[1].columns));
     with_access_type(elements * size,
                      [&](auto tag) { launch.start(stage_kernel<typename decltype(tag)::type>, shape, job); });

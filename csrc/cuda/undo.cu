@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kThreads) log_kernel(const __grid_constant__ L
     const Place place = place_of_thread();
     const int64_t first = row_of_thread(), step = static_cast<int64_t>(gridDim.x) * blockDim.z;
     wait_for_earlier_kernels();
-    if (!job.row.has(place)) return;
+    const bool has = job.row.has(place);
+    if (!has && !place.leads_row()) return;
     const bool marks = marks_row(job.row_windows, place);
     const int64_t window = marks ? *job.row_windows.window_id : 0;
     Destination to[kRowsPerThread];
@@ -56,6 +57,8 @@ __global__ void __launch_bounds__(kThreads) log_kernel(const __grid_constant__ L
         to[i] = checked(to[i], first + i * step, job.limits);
         logged[i] = false;
         if (to[i].slot < 0 || to[i].log_row < 0) continue;
+        logged[i] = true;
+        if (!has) continue;
         const int64_t from = Slot<kTable>(job.limits.slots, to[i].slot).offset(job.cache, place);
         logged[i] = within<kTable>(job.cache, from, job.limits.report_as);
         if (logged[i]) old[i] = reinterpret_cast<const Unit*>(job.cache.data)[from];
@@ -63,13 +66,13 @@ __global__ void __launch_bounds__(kThreads) log_kernel(const __grid_constant__ L
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
         if (!logged[i]) continue;
-        reinterpret_cast<Unit*>(job.log.data)[offset_in(job.log, to[i].log_row, place)] = old[i];
+        if (has) reinterpret_cast<Unit*>(job.log.data)[offset_in(job.log, to[i].log_row, place)] = old[i];
         if (marks) job.row_windows.rows[to[i].log_row] = window;
     }
 }
 
 void run(const LogArguments& l, const Launch& launch) {
-    if (l.num_tokens == 0 || l.cache.num_heads * l.cache.width == 0) return;
+    if (l.num_tokens == 0) return;
     const bool table = l.page_offsets.table != nullptr;
     const int64_t size = l.cache.element_size;
     const int64_t elements = elements_per_access(
@@ -150,7 +153,8 @@ __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant
             return;
         }
     }
-    if (first_layer < 0 || !job.row.has(place)) return;
+    const bool has = job.row.has(place);
+    if (first_layer < 0 || !(has || place.leads_row())) return;
     // All of these are loaded before the first one is used.
     const int64_t slot_number = job.row_slots[row];
     const unsigned layers = layers_to_restore(job, first_layer, row);
@@ -158,6 +162,7 @@ __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant
     if (!rejected || slot_number < 0 || layers == 0) return;
     if (slot_number >= job.slots.count)
         return report(job.report_as, {kRowSlots, row, slot_number, job.slots.count});
+    if (!has) return;
 
     const Unit* log = reinterpret_cast<const Unit*>(job.log.data) + first_layer * job.log_layer_stride +
                       offset_in(job.log, row, place);
@@ -201,9 +206,8 @@ void launch_restore(const RestoreArguments& r, const AcceptArguments& accept, in
     job.row_windows = r.row_windows;
     if (r.row_windows.rows != nullptr) job.row_windows.rows += first * r.windows_layer_stride;
     job.report_as = report_as(r.op);
-    const bool moves = job.row.num_heads * job.row.columns > 0;
-    LaunchShape shape = shape_for_rows(r.op, moves ? r.num_rows * ceil_div(count, kLayersPerThread) : 0,
-                                       std::max<int64_t>(job.row.num_heads, 1), job.row.columns);
+    LaunchShape shape = shape_for_rows(r.op, r.num_rows * ceil_div(count, kLayersPerThread),
+                                       job.row.num_heads, job.row.columns);
     if constexpr (kAccepts) {
         job.acceptance = {accept, report_as(r.op)};
         const int64_t threads = shape.block.x * shape.block.y * shape.block.z;

@@ -224,7 +224,7 @@ bool plane_fits(const RowsView& source, int64_t source_size, const CacheView& ca
 
 template <Writer kWriter>
 void write(const WriteArguments& w, const Launch& launch) {
-    if (w.num_tokens == 0 || w.key_cache.num_heads * (w.key_cache.width + w.value_cache.width) == 0) return;
+    if (w.num_tokens == 0) return;
     constexpr bool logged = kWriter == Writer::kLogged;
     const int64_t source_size = w.source_dtype == ScalarType::Float ? 4 : 2;
     const int64_t elements = elements_per_access(source_size, [&](int64_t n) {

@@ -126,6 +126,15 @@ def test_staged_rows_carry_their_window(device):
     ]
 
 
+@pytest.mark.parametrize("shape", tensors.NO_BYTES.values(), ids=tensors.NO_BYTES)
+@pytest.mark.parametrize("marks", [False, True])
+def test_stage_rows_without_bytes(device, shape, marks):
+    """Such a row is staged: it gets its window."""
+    ours = layouts.assert_same_as_oracle("stage_kv", samples.stage(shape, marks=marks), device)
+    if marks:
+        assert ours[-1].tolist() == [tensors.WINDOW] * 3 + [tensors.EARLIER_WINDOW]
+
+
 @pytest.mark.usefixtures("four_threads")
 def test_many_rows_on_several_threads():
     order = torch.randperm(400, generator=torch.Generator().manual_seed(0)).tolist()
@@ -134,8 +143,9 @@ def test_many_rows_on_several_threads():
 
 @pytest.mark.debug_mode
 @pytest.mark.parametrize("row", [4, 2**31 - 1])
-def test_stage_row_outside_the_buffer(device, row):
-    arguments = with_arguments("stage_kv", samples.stage(), stage_rows=int32(0, row, 2))
+@pytest.mark.parametrize("shape", [tensors.SMALL, *tensors.NO_BYTES.values()], ids=["rows", *tensors.NO_BYTES])
+def test_stage_row_outside_the_buffer(device, shape, row):
+    arguments = with_arguments("stage_kv", samples.stage(shape), stage_rows=int32(0, row, 2))
     without = with_arguments("stage_kv", arguments, stage_rows=int32(0, -1, 2))
     sentence = rf"stage_rows\[1\] must be below the 4 rows .*, got {row}$"
     bad_input.check_bad_data(

@@ -755,6 +755,27 @@ def test_slot_outside_the_cache(device, op, slot):
     bad_input.check_bad_data(op, arguments, IndexError, sentence, device, bad_input.left_by_the_oracle(op, without))
 
 
+@pytest.mark.debug_mode
+@pytest.mark.parametrize("shape", tensors.NO_BYTES.values(), ids=tensors.NO_BYTES)
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_slot_outside_a_cache_whose_rows_have_no_bytes(device, op, shape):
+    written = samples.write_logged(shape=shape)
+    log_rows = int32(0, 1, 2)
+    arguments = {
+        "write_kv": written[:8],
+        "write_kv_logged": (*written[:8], log_rows, *written[9:]),
+        "log_slots": (written[2], int64(), log_rows, written[9]),
+        "restore_slots": ([written[2]], written[9][None, :3], int64(), flags(1, 1, 1)),
+        "restore_slots_from_rejected": (
+            [written[2]], written[9][None, :3], int64(), int32(1, 2), int32(0, 1, 3), *outcome_buffers(3, 2)
+        ),
+    }[op]  # fmt: skip
+    name = "row_slots" if op in RESTORING_OPS else "slot_mapping"
+    arguments, without = (with_arguments(op, arguments, **{name: int64(5, 0, last)}) for last in (12, -1))
+    sentence = rf"{name}\[2\] must be below 12 .*, got 12$"
+    bad_input.check_bad_data(op, arguments, IndexError, sentence, device, bad_input.left_by_the_oracle(op, without))
+
+
 def test_slot_outside_the_cache_of_an_accepted_row(device):
     """Rows that are kept are not checked."""
     caches = layouts.make_pages("packed", tensors.SMALL, torch.float32).key_caches
@@ -1047,6 +1068,23 @@ def test_logged_rows_carry_their_window(device, op):
     ours = layouts.assert_same_as_oracle(op, arguments, device)
     logged = [row for slot, row in zip(samples.SLOTS, samples.LOG_ROWS, strict=True) if slot >= 0 and row >= 0]
     expected = [tensors.WINDOW if row in logged else tensors.EARLIER_WINDOW for row in range(len(ours[-1]))]
+    assert ours[-1].tolist() == expected
+
+
+@pytest.mark.parametrize("shape", tensors.NO_BYTES.values(), ids=tensors.NO_BYTES)
+@pytest.mark.parametrize("op", [*LOGGING_OPS, "log_slots with page_offsets"])
+def test_rows_without_bytes_carry_their_window(device, op, shape):
+    written = samples.write_logged(shape=shape)
+    marks = int64(tensors.WINDOW), tensors.row_windows(tensors.NUM_LOG_ROWS)
+    if op == "write_kv_logged":
+        arguments = (*written, *marks)
+    else:
+        table = torch.zeros(shape.block_size, shape.key_width, dtype=torch.int32) if "page_offsets" in op else None
+        arguments = (written[2], written[4], written[8], written[9], table, *marks)
+    ours = layouts.assert_same_as_oracle(op.split()[0], arguments, device)
+    logged = [row for slot, row in zip(samples.SLOTS, samples.LOG_ROWS, strict=True) if slot >= 0 and row >= 0]
+    expected = [tensors.WINDOW if row in logged else tensors.EARLIER_WINDOW for row in range(len(ours[-1]))]
+    assert len(set(expected)) == 2
     assert ours[-1].tolist() == expected
 
 

@@ -10,6 +10,12 @@ SMALL = Shape(blocks=3, block_size=4, heads=4, key_width=8, value_width=8, layer
 WIDE_VALUES = Shape(blocks=3, block_size=5, heads=2, key_width=16, value_width=24)
 LATENT = Shape(blocks=2, block_size=4, heads=1, key_width=24, value_width=8)
 
+# Shapes whose rows have no bytes.
+NO_BYTES = {
+    "no heads": Shape(blocks=3, block_size=4, heads=0, key_width=8, value_width=8),
+    "no width": Shape(blocks=3, block_size=4, heads=4, key_width=0, value_width=0),
+}
+
 NUM_LOG_ROWS = 4
 
 
