@@ -112,7 +112,7 @@ inline ExpandArguments check_expand(
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const ExpandArguments& a, int64_t row) {
     if (const Found f = problem_of_padding(a.rows, row)) return f;
-    if (a.by_state && a.rows.idx_mapping[row] < 0) return {};
+    if (!a.rows.is_real(row)) return {};
     if (const Found f = problem_of_starts(a.starts, row, kTargetQueriesDecrease)) return f;
     const int64_t end = a.starts[row + 1], new_end = a.out_start(row + 1);
     if (end > a.num_target_tokens) return {kTokensPastTarget, row, end, a.num_target_tokens};

@@ -79,7 +79,7 @@ NWOR_HOST_DEVICE inline bool needs_slot(const ExtendArguments& a, int64_t token)
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const ExtendArguments& a, int64_t row) {
     if (const Found f = problem_of_padding(a.rows, row)) return f;
-    if (a.rows.idx_mapping.data != nullptr && a.rows.idx_mapping[row] < 0) return {};
+    if (!a.rows.is_real(row)) return {};
     if (const Found f = problem_of_starts(a.starts, row, kTargetQueriesDecrease)) return f;
     const int64_t end = a.out_start(row + 1);
     if (end > a.num_tokens()) return {kTokensPastFlags, row, end, a.num_tokens()};

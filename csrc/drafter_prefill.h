@@ -89,14 +89,14 @@ inline PrefillArguments check_prefill(
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const PrefillArguments& a, int64_t row) {
     if (const Found f = problem_of_padding(a.rows, row)) return f;
-    const int64_t state = a.rows.idx_mapping[row];
-    if (state < 0) return {};
+    if (!a.rows.is_real(row)) return {};
     if (const Found f = problem_of_starts(a.starts, row, kTargetQueriesDecrease)) return f;
     if (a.starts[row + 1] > a.num_target_tokens)
         return {kTokensPastTarget, row, a.starts[row + 1], a.num_target_tokens};
     if (a.starts[row + 1] > a.input_ids.length)
         return {kTokensPastIds, row, a.starts[row + 1], a.input_ids.length};
     const Ids& source = a.num_sampled[row] > 0 ? a.last_sampled : a.next_prefill_tokens;
+    const int64_t state = a.rows.idx_mapping[row];
     if (state >= source.length) return {kStateOutside, row, state, source.length};
     return {};
 }

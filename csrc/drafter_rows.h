@@ -85,8 +85,7 @@ NWOR_HOST_DEVICE inline Found problem_of_starts(const int32_t* starts, int64_t r
 }
 
 NWOR_HOST_DEVICE inline Found problem_of_padding(const Rows& rows, int64_t row) {
-    if (rows.idx_mapping.data != nullptr && row > 0 && rows.idx_mapping[row] >= 0 &&
-        rows.idx_mapping[row - 1] < 0)
+    if (row > 0 && rows.is_real(row) && !rows.is_real(row - 1))
         return {kRealAfterPadded, row, rows.idx_mapping[row], 0};
     return {};
 }
