@@ -42,7 +42,7 @@ inline void check_hidden_states(UpdateArguments& a, const Argument& from, const 
     if (from.tensor.size(1) != to.tensor.size(1))
         to.must_be("of the width of hidden_states, ", describe(from.tensor));
     from.same_device(to.tensor);
-    if (same_view(from.tensor, to.tensor)) return;
+    if (same_start_and_strides(from.tensor, to.tensor)) return;
     must_not_overlap(a.op, Placed(to), Placed(from));
     a.hidden = static_cast<const char*>(from.tensor.data_ptr());
     a.next_hidden = static_cast<char*>(to.tensor.data_ptr());
@@ -103,7 +103,7 @@ inline UpdateArguments check_update(
             to{op, "next_hidden_states", *next_hidden_states};
         from.same_device(sampled);
         check_hidden_states(a, from, to);
-        if (!same_view(*hidden_states, *next_hidden_states)) inputs.push_back(from);
+        if (!same_start_and_strides(*hidden_states, *next_hidden_states)) inputs.push_back(from);
         outputs.push_back(to);
     }
     check_placement(op, inputs, outputs);

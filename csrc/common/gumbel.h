@@ -11,19 +11,20 @@ namespace nwor {
 
 // ---------------------------------------------------------------- arithmetic without contraction
 
-// Each `exact_` function rounds its result once, as CUDA's __fadd_rn does.
+// Each function of this section rounds its result once, to the nearest number, as CUDA's __dadd_rn. Names end
+// as those of CUDA do (`rn`: round to nearest).
 
 #ifdef __CUDA_ARCH__
-__device__ inline double exact_add(double a, double b) {
+__device__ inline double add_rn(double a, double b) {
     return __dadd_rn(a, b);
 }
-__device__ inline double exact_multiply(double a, double b) {
+__device__ inline double multiply_rn(double a, double b) {
     return __dmul_rn(a, b);
 }
-__device__ inline double exact_divide(double a, double b) {
+__device__ inline double divide_rn(double a, double b) {
     return __ddiv_rn(a, b);
 }
-__device__ inline float exact_divide(float a, float b) {
+__device__ inline float divide_rn(float a, float b) {
     return __fdiv_rn(a, b);
 }
 __device__ inline uint64_t bits_of(double x) {
@@ -37,16 +38,16 @@ __device__ inline uint32_t bits_of(float x) {
 }
 #else
 // setup.py compiles the CPU kernels with -ffp-contract=off.
-inline double exact_add(double a, double b) {
+inline double add_rn(double a, double b) {
     return a + b;
 }
-inline double exact_multiply(double a, double b) {
+inline double multiply_rn(double a, double b) {
     return a * b;
 }
-inline double exact_divide(double a, double b) {
+inline double divide_rn(double a, double b) {
     return a / b;
 }
-inline float exact_divide(float a, float b) {
+inline float divide_rn(float a, float b) {
     return a / b;
 }
 inline uint64_t bits_of(double x) {
@@ -75,16 +76,15 @@ NWOR_HOST_DEVICE inline double natural_log(double x) {
     int64_t k = static_cast<int64_t>(bits >> 52) - 1023;
     double m = double_of((bits & 0x000FFFFFFFFFFFFFull) | 0x3FF0000000000000ull);
     if (m > 1.4142135623730951) {
-        m = exact_multiply(m, 0.5);
+        m = multiply_rn(m, 0.5);
         ++k;
     }
-    const double f = exact_add(m, -1.0);
-    const double s = exact_divide(f, exact_add(f, 2.0));
-    const double z = exact_multiply(s, s);
+    const double f = add_rn(m, -1.0);
+    const double s = divide_rn(f, add_rn(f, 2.0));
+    const double z = multiply_rn(s, s);
     double sum = 1.0 / 21.0;  // z^10; the omitted terms are below 2e-17
-    for (int i = 19; i >= 1; i -= 2) sum = exact_add(exact_multiply(sum, z), 1.0 / i);
-    return exact_add(exact_multiply(static_cast<double>(k), kNaturalLogOf2),
-                     exact_multiply(exact_multiply(2.0, s), sum));
+    for (int i = 19; i >= 1; i -= 2) sum = add_rn(multiply_rn(sum, z), 1.0 / i);
+    return add_rn(multiply_rn(static_cast<double>(k), kNaturalLogOf2), multiply_rn(multiply_rn(2.0, s), sum));
 }
 
 // ---------------------------------------------------------------- the hash
@@ -143,9 +143,8 @@ constexpr int kNoiseBits = 48;
 constexpr double kMostNoise = (kNoiseBits + 1) * kNaturalLogOf2;
 
 NWOR_HOST_DEVICE inline double gumbel_of_bits(uint64_t bits48) {
-    const double u =
-        exact_multiply(exact_add(static_cast<double>(bits48), 0.5), 1.0 / (uint64_t{1} << kNoiseBits));
-    return -natural_log(-natural_log(exact_add(1.0, -u)));
+    const double u = multiply_rn(add_rn(static_cast<double>(bits48), 0.5), 1.0 / (uint64_t{1} << kNoiseBits));
+    return -natural_log(-natural_log(add_rn(1.0, -u)));
 }
 
 // The value by which tokens are compared.
@@ -153,8 +152,8 @@ NWOR_HOST_DEVICE inline float noisy_score(const NoiseKey& key, uint32_t token, f
                                           float temperature) {
     const uint64_t bits =
         static_cast<uint64_t>(coarse_noise(key, token)) << 32 | hash32(key.low, key.low_too, token);
-    const double scaled = static_cast<double>(exact_divide(logit, temperature));
-    return static_cast<float>(exact_add(scaled, gumbel_of_bits(bits)));
+    const double scaled = static_cast<double>(divide_rn(logit, temperature));
+    return static_cast<float>(add_rn(scaled, gumbel_of_bits(bits)));
 }
 
 // A temperature below the smallest normal number counts as 0, because its reciprocal must be finite.

@@ -60,9 +60,9 @@ inline void check_elements_apart(const Argument& a) {
 // multiples of their strides. The search goes through the strides from the largest to the smallest. It tries
 // only multiples whose remainder the smaller strides can still cover. For views of nested dimensions these
 // are one or two per stride.
-class SharedBytes {
+class OverlapSearch {
   public:
-    SharedBytes(const Tensor& a, const Tensor& b)
+    OverlapSearch(const Tensor& a, const Tensor& b)
         : size_a_(static_cast<int64_t>(a.element_size())), size_b_(static_cast<int64_t>(b.element_size())) {
         add_dimensions(a, size_a_, 1);
         add_dimensions(b, size_b_, -1);
@@ -77,7 +77,7 @@ class SharedBytes {
     }
 
     // `distance`: from the start of a to the start of b, in bytes.
-    bool at(int64_t distance) { return search(0, distance); }
+    bool may_share_memory(int64_t distance) { return search(0, distance); }
 
   private:
     struct Term {
@@ -137,7 +137,7 @@ struct Placed {
 
 inline void must_not_overlap(const char* op, const Placed& a, const Placed& b) {
     if (a.range.begin >= b.range.end || b.range.begin >= a.range.end) return;
-    if (SharedBytes(a.tensor, b.tensor).at(b.range.begin - a.range.begin))
+    if (OverlapSearch(a.tensor, b.tensor).may_share_memory(b.range.begin - a.range.begin))
         fail(op, a.name, " and ", b.name, " must not share memory");
 }
 
@@ -171,7 +171,7 @@ inline void add_given(std::vector<Argument>& arguments, const char* op, const ch
 
 // Returns whether two tensors have the same address, number of dimensions and strides. Sizes are not
 // compared.
-inline bool same_view(const Tensor& a, const Tensor& b) {
+inline bool same_start_and_strides(const Tensor& a, const Tensor& b) {
     if (a.data_ptr() != b.data_ptr() || a.dim() != b.dim()) return false;
     for (int64_t i = 0; i < a.dim(); ++i)
         if (a.stride(i) != b.stride(i)) return false;

@@ -112,7 +112,7 @@ int64_t sample_row(const SampleArguments& a, int64_t row, int64_t state) {
     for (int64_t v = 0; v < a.vocab_size; ++v) {
         const float logit = static_cast<float>(logits[v * a.vocab_stride]);
         const uint32_t token = static_cast<uint32_t>(v);
-        if (exact_divide(logit, temperature) + bounds[coarse_noise(key, token)] > best.score)
+        if (divide_rn(logit, temperature) + bounds[coarse_noise(key, token)] > best.score)
             best.offer(noisy_score(key, token, logit, temperature), v);
     }
     return best.token;

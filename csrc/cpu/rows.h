@@ -11,8 +11,9 @@
 namespace nwor {
 namespace {
 
-// Rows are small (a few KiB). For fewer rows than this, a second thread costs more than it saves.
-constexpr int64_t kRowsPerThread = 16;
+// The grain size of `parallel_for`, in rows: fewer rows than this stay on one thread. Rows are small (a few
+// KiB), so that a second thread would cost more than it saves.
+constexpr int64_t kGrainSize = 16;
 
 // ---------------------------------------------------------------- moving rows
 

@@ -12,7 +12,7 @@ namespace {
 
 template <class Raw>
 void stage_tokens(const StageArguments& a) {
-    parallel_for(0, a.num_tokens, kRowsPerThread, [&](int64_t begin, int64_t end) {
+    parallel_for(0, a.num_tokens, kGrainSize, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
             const int64_t row = a.stage_rows[t];
             if (row < 0) continue;

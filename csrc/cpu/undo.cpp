@@ -15,7 +15,7 @@ void run(const WriteArguments& w, const Cpu&) {
 
 template <class Raw>
 void log_tokens(const LogArguments& l) {
-    parallel_for(0, l.num_tokens, kRowsPerThread, [&](int64_t begin, int64_t end) {
+    parallel_for(0, l.num_tokens, kGrainSize, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
             const int64_t slot = l.slot_mapping[t];
             if (slot < 0 || l.log_rows[t] < 0) continue;
@@ -43,7 +43,7 @@ void run(const LogArguments& l, const Cpu&) {
 template <class Raw>
 void restore_rows(const RestoreArguments& r) {
     // Layers and rows share one parallel region, so that a few rows of many layers still use all threads.
-    parallel_for(0, r.planes.count() * r.num_rows, kRowsPerThread, [&](int64_t begin, int64_t end) {
+    parallel_for(0, r.planes.count() * r.num_rows, kGrainSize, [&](int64_t begin, int64_t end) {
         for (int64_t layer = begin / r.num_rows; layer * r.num_rows < end; ++layer) {
             const CacheView cache = r.planes.plane(layer);
             RowsView log = r.log;

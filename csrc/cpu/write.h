@@ -81,7 +81,7 @@ void write_tokens(const WriteArguments& w) {
     using Raw = std::conditional_t<format == Format::kCopy, Source, uint8_t>;
     const Plane<Source> planes[] = {{w.key, w.key_cache, w.k_scale, w.key_log},
                                     {w.value, w.value_cache, w.v_scale, w.value_log}};
-    parallel_for(0, w.num_tokens, kRowsPerThread, [&](int64_t begin, int64_t end) {
+    parallel_for(0, w.num_tokens, kGrainSize, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin, together = 1; t < end; t += together) {
             together = 1;
             const int64_t slot = slot_of(w, t);
