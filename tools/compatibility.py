@@ -73,13 +73,13 @@ def data() -> dict[str, Any]:
 
 def table() -> str:
     """Return the table of vLLM versions."""
-    lines = ["| vLLM | device | features | ran with |", "|---|---|---|---|"]
+    lines = ["| vLLM | device | supported features | tested with |", "|---|---|---|---|"]
     for row in data()["vllm"]:
         ran = [
             f"{stack['vllm']}, torch {stack['torch']}" + (f", {stack['machine']}" if "machine" in stack else "")
             for stack in row["ran"]
         ]
-        cells = row["version"], NAMES[row["device"]], ", ".join(row["features"]), "; ".join(ran) or "not run"
+        cells = row["version"], NAMES[row["device"]], ", ".join(row["features"]), "; ".join(ran) or "not tested"
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -103,9 +103,9 @@ PARALLEL_MODES = (
                  cpu=("test_a_rank_keeps_accepted_rows",),
                  notes={"v1": "refused", "cpu": "without an engine, because it would be refused"}),
     ParallelMode("several nodes, by vLLM's multiprocess launcher",
-                 v2=(*_both("nodes2-tp2-v2"), "nodes2-pp2-v2"), notes={"v1": "not tried", "cpu": "not tried"}),
+                 v2=(*_both("nodes2-tp2-v2"), "nodes2-pp2-v2"), notes={"v1": "not tested", "cpu": "not tested"}),
     ParallelMode("Ray", cpu=("test_serve_counts_what_the_workers_of_ray_count",),
-                 notes={"v2": "not tried", "v1": "not tried", "cpu": "tensor parallel 2, workers on another node"}),
+                 notes={"v2": "not tested", "v1": "not tested", "cpu": "tensor parallel 2, workers on another node"}),
 )
 # fmt: on
 
@@ -118,8 +118,8 @@ class ConnectorTests:
     """The tests of a KV connector.
 
     Attributes:
-        transaction: the test with the transaction. Empty: only vLLM's source was read; the connector was not run.
-        one_state: cases of tests/support/gpu_cases.py with one recurrent state per request. Empty: not run.
+        transaction: the test with the transaction. Empty: not tested; only vLLM's source was read.
+        one_state: cases of tests/support/gpu_cases.py with one recurrent state per request. Empty: not tested.
     """
 
     transaction: str = ""

@@ -57,7 +57,7 @@ def supported() -> str:
         ("", "CUDA, runner V1 or V2", "CPU engine", "draft graphs (CUDA)", "one recurrent state (CUDA, V2)"),
         ("---",) * 5,
         (
-            "vLLM, not refused",
+            "vLLM",
             versions,
             versions,
             *others,
@@ -101,12 +101,12 @@ def methods() -> str:
 def _shown(method: Method, engine: str) -> str:
     tests, note = getattr(method, engine), method.notes.get(engine, "")
     if tests:
-        return f"yes: {_code(tests)}" + (f" ({note})" if note else "")
+        return f"tested: {_code(tests)}" + (f" ({note})" if note else "")
     return note
 
 
 def parallel() -> str:
-    """Return the table of parallel modes. A "yes" is a case that passed, by the committed results."""
+    """Return the table of parallel modes. A tested case is one that passed, by the committed results."""
     passed = passed_cases()
     rows: list[tuple[str, ...]] = [("", "modes", "CUDA, V2", "CUDA, V1", "CPU engine"), ("---",) * 5]
     for mode in PARALLEL_MODES:
@@ -156,7 +156,7 @@ def _ran(mode: ParallelMode, engine: str, passed: set[str]) -> str:
     tests, note = getattr(mode, engine), mode.notes.get(engine, "")
     ran = [name for name in tests if engine == "cpu" or name in passed]
     other = [name for name in tests if name not in ran]
-    said = [f"yes: {_code(ran)}" if ran else "", f"not run: {_code(other)}" if other else "", note]
+    said = [f"tested: {_code(ran)}" if ran else "", f"not tested: {_code(other)}" if other else "", note]
     return "; ".join(filter(None, said))
 
 
@@ -196,7 +196,7 @@ def connectors() -> str:
     transaction: dict[tuple[str, ...], list[str]] = {}
     one_state: dict[tuple[str, ...], list[str]] = {}
     refused: dict[tuple[str, ...], list[str]] = {}
-    not_run = "vLLM's source; not run"
+    not_tested = "not tested; read in vLLM's source"
     for name, connector in CONNECTORS.items():
         if connector.refused:
             refused.setdefault((connector.refused,), []).append(name)
@@ -205,17 +205,19 @@ def connectors() -> str:
         if connector.partial_tails:
             cow += ", without recurrent layers"
         tests = CONNECTOR_TESTS.get(name, ConnectorTests())
-        transaction.setdefault((cow, "yes", connector.reads, tests.transaction or not_run), []).append(name)
+        transaction.setdefault((cow, "yes", connector.reads, tests.transaction or not_tested), []).append(name)
         cases: dict[bool, list[str]] = {True: [], False: []}
         for case in tests.one_state:
             cases[case in passed].append(case)
         shown = [
-            f"{word}: {_code(found)}" for word, found in (("yes", cases[True]), ("not run", cases[False])) if found
+            f"{word}: {_code(found)}"
+            for word, found in (("tested", cases[True]), ("not tested", cases[False]))
+            if found
         ]
-        said = f"refused: {connector.one_state}" if connector.one_state else "; ".join(shown) or not_run
+        said = f"refused: {connector.one_state}" if connector.one_state else "; ".join(shown) or not_tested
         one_state.setdefault((said,), []).append(name)
     tables = (
-        (("connector", "`cow`", "`stage`", "reads", "shown by"), transaction),
+        (("connector", "`cow`", "`stage`", "reads", "tested by"), transaction),
         (("connector", "one recurrent state"), one_state),
         (("refused connector", "reason"), refused),
     )

@@ -222,9 +222,9 @@ def test_a_missing_case_is_found() -> None:
     assert [name for name in named if not fnmatch.filter(cases, name)] == ["v2-gone", "v2-gone-stage"]
 
 
-def test_a_case_that_did_not_pass_is_listed_as_not_run() -> None:
+def test_a_case_that_did_not_pass_is_listed_as_not_tested() -> None:
     mode = ParallelMode("some", v2=("passed", "not-run"), notes={"v2": "a note"})
-    assert support_tables._ran(mode, "v2", {"passed"}) == "yes: `passed`; not run: `not-run`; a note"
+    assert support_tables._ran(mode, "v2", {"passed"}) == "tested: `passed`; not tested: `not-run`; a note"
     assert "tp2-ngram-v2" in support_tables.passed_cases()
 
 
