@@ -213,9 +213,14 @@ def test_a_run_without_a_result_is_not_good(text: str, tmp_path: Path, monkeypat
 # ---------------------------------------------------------------- limits of tests/support/processor.py
 
 
-def test_each_limit_has_its_own_compiler_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_checkout_and_each_limit_has_its_own_compiler_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = f"{ROOT}/build/inductor"
     for name in ("ATEN_CPU_CAPABILITY", processor.VARIABLE, processor.SIMDLEN):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for _ in ("here", "in a worker"):
+        processor.separate_compiler_cache()
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == own
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
     processor.separate_compiler_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/cache"
@@ -229,7 +234,7 @@ def test_each_limit_has_its_own_compiler_cache(monkeypatch: pytest.MonkeyPatch) 
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/cache/avx2-0"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     processor.separate_compiler_cache()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"].endswith("/avx2-0")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{own}/avx2-0"
 
 
 def test_width_of_the_compiler_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ import importlib.machinery
 import os
 import pathlib
 import sys
-import tempfile
 from collections.abc import Callable
 from types import MappingProxyType, ModuleType
 from typing import NamedTuple
@@ -69,15 +68,18 @@ def environment(name: str) -> dict[str, str]:
 
 
 def separate_compiler_cache() -> None:
-    """Give a limited run its own folder for Inductor's cache; call this before torch is imported.
+    """Give each checkout and each limited run its own folder for Inductor's cache. Call this before torch is imported.
 
-    Inductor's cache key has no instruction set. In a shared folder a limited run finds code that was compiled for a
-    wider set, and then results differ or the process crashes.
+    Inductor's cache key has neither the schemas of our ops nor the instruction set. torch's default folder serves all
+    checkouts of a user. There a test finds code that another branch compiled, for other schemas. A limited run finds
+    code that was compiled for a wider instruction set, and then results differ or the process crashes.
+    ``TORCHINDUCTOR_CACHE_DIR`` of the user replaces the folder of the checkout.
     """
     limits = "-".join(filter(None, (os.environ.get(name) for name in ("ATEN_CPU_CAPABILITY", VARIABLE, SIMDLEN))))
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/nwor_tests_{os.getuid()}"
-    if limits and pathlib.Path(folder).name != limits:  # workers of pytest-xdist inherit the variable
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(pathlib.Path(folder, limits))
+    folder = pathlib.Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or processes.ROOT / "build" / "inductor")
+    if limits and folder.name != limits:  # workers of pytest-xdist inherit the variable
+        folder = folder / limits
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def limit_compiler() -> None:
