@@ -2,9 +2,11 @@
 
     PYTHONPATH=path/to/vllm/tree python benchmarks/recurrent_kernel.py [FOLDER]
     python benchmarks/recurrent_kernel.py [FOLDER] --ring-rows 4 6 8 12
+    python benchmarks/recurrent_kernel.py [FOLDER] --chunk 16
 
 The first form needs vLLM: its Triton kernel, and its compiled core (of the installed vLLM, or of VLLM_CORE). It takes
-under two minutes. The second form compares only our kernel: with rings of these numbers of rows, and without a ring.
+under two minutes. The other forms compare only our kernels: the second with rings of these numbers of rows, and without
+a ring. The third form adds the chunk form (`chunk16`), in its shortest ring.
 
 The layers have Qwen3-Next's shape: 16 key heads and 32 value heads of 128 x 128. There are 36 layers, or fewer if
 vLLM's K + 1 states of each do not fit, and each has its own states and inputs. All requests have a window of K + 1
@@ -17,7 +19,7 @@ gated norm, as ours does with `norm`. `copy` copies the bytes of a layer's state
 theirs.
 
 A ring is filled differently for each request, so each step stores the states of as many requests as the next one. Rings
-shorter than a window are left out.
+shorter than a window are left out. The same holds for chunks: each request is at another row of its chunk.
 """
 
 from __future__ import annotations
@@ -71,13 +73,15 @@ class Case:
         q, k, v = self.packed[layer].split(self.widths, -1)
         return tuple(part.unflatten(-1, (-1, WIDTH)) for part in (q, k, v))
 
-    def ours(self, ring: int = 0, norms: tuple[bool, ...] = (False, True)) -> dict[str, Callable[[], None]]:
+    def ours(
+        self, ring: int = 0, norms: tuple[bool, ...] = (False, True), chunk: int = 0
+    ) -> dict[str, Callable[[], None]]:
         slots, rows = self.requests + 1, self.rows
         halves, all_rows = (1, ring + rows) if ring else (2, rows)
         plan = torch.zeros(self.requests, 4, dtype=torch.int32, device=DEVICE)
         cursors = torch.zeros(slots, 3 if ring else 2, dtype=torch.int32, device=DEVICE)
         if ring:  # a window of each request, behind some accepted rows
-            cursors[:, 0], cursors[:, 2] = rows, torch.arange(slots) % (ring - rows + 1)
+            cursors[:, 0], cursors[:, 2] = rows, torch.arange(slots) % (chunk or ring - rows + 1)
         window_id = torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -92,16 +96,17 @@ class Case:
 
         def run(norm: bool) -> None:
             ops.plan_recurrent_window(
-                plan, cursors, window_id, self.slots, self.starts, self.kept, rows, ring_rows=ring
+                plan, cursors, window_id, self.slots, self.starts, self.kept, rows, ring_rows=ring, chunk=chunk
             )
             for i in range(self.layers):
                 ops.gated_delta_verify(
                     self.out[i], states[i], *(record[i] for record in records), ran[i], *self.heads(i), self.a[i],
-                    self.b[i], self.A_log[i], self.dt_bias[i], plan, window_id, self.starts, SCALE, ring_rows=ring,
+                    self.b[i], self.A_log[i], self.dt_bias[i], plan, window_id, self.starts, SCALE,
                     gate=self.gate[i] if norm else None, norm_weight=self.weight if norm else None, norm_eps=EPS,
+                    ring_rows=ring, chunk=chunk,
                 )  # fmt: skip
 
-        name = f"ring{ring}" if ring else "ours"
+        name = f"chunk{chunk}" if chunk else f"ring{ring}" if ring else "ours"
         return {f"{name}_norm" if norm else name: captured(lambda norm=norm: run(norm)) for norm in norms}
 
     def theirs(self, update: Callable[..., object]) -> dict[str, Callable[[], None]]:
@@ -153,15 +158,17 @@ def case_rows(name: str, requests: int, drafts: int, update: Callable[..., objec
     ]
 
 
-def ring_case_rows(name: str, requests: int, drafts: int, rings: list[int], read: Tensor) -> list[Row]:
+def ring_case_rows(name: str, requests: int, drafts: int, rings: list[int], chunk: int, read: Tensor) -> list[Row]:
     case = Case(requests, drafts, STATES[name])
     variants = case.ours(norms=(False,))
     for ring in rings:
         if ring > drafts:
             variants |= case.ours(ring, norms=(False,))
+    if chunk:
+        variants |= case.ours(chunk + drafts, norms=(False,), chunk=chunk)
     calls = alternating_on_gpu(variants, ROUNDS, lambda: read.sum())
     samples = {variant: [time / case.layers for time in times] for variant, times in calls.items()}
-    prefix = f"recurrent_ring/{name}/{requests}x{drafts}"
+    prefix = f"recurrent_{'chunk' if chunk else 'ring'}/{name}/{requests}x{drafts}"
     return [
         *(row(f"{prefix}/{variant}_over_ours", ratios(samples, variant, "ours"), "ratio", "lower")
           for variant in samples if variant != "ours"),
@@ -173,17 +180,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=pathlib.Path, default=FOLDER, help="folder of the results")
     parser.add_argument("--ring-rows", type=int, nargs="+", default=[], help="compare rings with no ring")
+    parser.add_argument("--chunk", type=int, default=0, choices=[0, 16], help="compare the chunk form too")
     options = parser.parse_args()
     torch.manual_seed(0)
     read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device=DEVICE)
     rows: list[Row] = []
-    if options.ring_rows:
+    if options.ring_rows or options.chunk:
         for name in STATES:
             for requests in RING_REQUESTS:
                 for drafts in RING_DRAFTS:
-                    rows += ring_case_rows(name, requests, drafts, options.ring_rows, read)
+                    rows += ring_case_rows(name, requests, drafts, options.ring_rows, options.chunk, read)
                     torch.cuda.empty_cache()
-        return save(this_machine(), "recurrent_ring", rows, options.folder)
+        kind = "recurrent_chunk" if options.chunk else "recurrent_ring"
+        return save(this_machine(), kind, rows, options.folder)
     load_core()
     update = recurrent_update()
     for name in STATES:

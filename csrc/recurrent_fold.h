@@ -27,6 +27,7 @@ struct FoldArguments {
     std::vector<FoldLayer> layers;  // L
     RecurrentPlan plan;             // [E, 4]
     const int64_t* window_id;       // [1]; null: fold all layers and mark none
+    int64_t chunk;                  // C: round the state after C rows; 0: only at the end
 };
 
 inline void check_same_layout(const Argument& a, const char* list, const Tensor& first) {
@@ -60,7 +61,8 @@ inline FoldArguments check_fold(
     const std::vector<Tensor>& record_updates,  // L of [S, W, HV, dv], float32
     const std::vector<Tensor>& layer_windows,   // L of [1], int64
     const Tensor& plan,                         // [E, 4], int32
-    const std::optional<Tensor>& window_id)     // [1], int64
+    const std::optional<Tensor>& window_id,     // [1], int64
+    int64_t chunk)                              // C
 {
     // As many tensors in each list as states
     struct List {
@@ -80,9 +82,12 @@ inline FoldArguments check_fold(
             fail(op, list.name, " must hold a tensor for each of the ", states.size(), " states, got ",
                  list.tensors.size());
 
+    if (chunk != 0 && chunk != kChunkRows) fail(op, "chunk must be 0 or ", kChunkRows, ", got ", chunk);
+
     // Plan and window
     FoldArguments f{};
     f.op = op;
+    f.chunk = chunk;
     const Tensor& first = states[0];
     const Argument rows{op, "plan", plan};
     f.plan = recurrent_plan_view(rows, 0);
@@ -107,6 +112,11 @@ inline FoldArguments check_fold(
         const RecurrentStates view = states_view(argument(0));
         const RecurrentRecord record =
             record_view({argument(1), argument(2), argument(3), argument(4)}, view, 0);
+        if (chunk > 0) {
+            check_chunk_layout(argument(0), argument(3));
+            if (!record.is_ring || record.rows <= chunk)
+                argument(1).must_be("a ring of more than ", chunk, " rows with chunk");
+        }
         argument(5).vector(ScalarType::Long, 1, "[1]");
         if (layer == 0) {
             f.states = view;

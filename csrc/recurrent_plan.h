@@ -104,6 +104,23 @@ inline void check_ring_rows(const char* op, int64_t ring_rows, int64_t window_ro
              " rows of a window and with them at most ", kMostRecordRows, ", got ", ring_rows);
 }
 
+// Rows that a store folds in the chunk form, and the longest window that the form has kernels for.
+constexpr int64_t kChunkRows = 16;
+constexpr int64_t kMostChunkWindow = 8;
+
+// Checks `chunk`. A slot has up to chunk - 1 accepted rows before a window, and the rows of the window
+// before.
+inline void check_chunk(const char* op, int64_t chunk, int64_t ring_rows, int64_t window_rows) {
+    if (chunk == 0) return;
+    if (chunk != kChunkRows) fail(op, "chunk must be 0 or ", kChunkRows, ", got ", chunk);
+    if (window_rows > kMostChunkWindow)
+        fail(op, "chunk must be 0 with windows of more than ", kMostChunkWindow, " rows, got ", chunk,
+             " with windows of ", window_rows);
+    if (ring_rows < chunk - 1 + window_rows)
+        fail(op, "ring_rows must be at least ", chunk - 1 + window_rows, " with chunk ", chunk, " and the ",
+             window_rows, " rows of a window, got ", ring_rows);
+}
+
 // ---------------------------------------------------------------- plan_recurrent_window
 
 struct RecurrentWindowArguments {
@@ -119,6 +136,7 @@ struct RecurrentWindowArguments {
     const int32_t* num_kept;         // [Q]
     const bool* is_window;           // [Q]; null: all requests have windows
     int64_t* num_skipped;            // [1]; null: skipped requests are not counted
+    int64_t chunk;                   // C; 0: a store folds all rows
 };
 
 inline RecurrentWindowArguments check_recurrent_window(
@@ -132,7 +150,8 @@ inline RecurrentWindowArguments check_recurrent_window(
     int64_t record_rows,                       // W
     const std::optional<Tensor>& is_window,    // [>= Q], bool
     const std::optional<Tensor>& num_skipped,  // [1], int64
-    int64_t ring_rows)                         // R
+    int64_t ring_rows,                         // R
+    int64_t chunk)                             // C
 {
     const Argument to{op, "plan", plan}, cur{op, "cursors", cursors}, number{op, "window_id", window_id},
         slots{op, "state_slots", state_slots}, qsl{op, "query_start_loc", query_start_loc},
@@ -154,6 +173,8 @@ inline RecurrentWindowArguments check_recurrent_window(
     a.record_rows = record_rows;
     check_ring_rows(op, ring_rows, record_rows);
     a.ring_rows = ring_rows;
+    check_chunk(op, chunk, ring_rows, record_rows);
+    a.chunk = chunk;
     std::vector<Argument> inputs{slots, qsl, kept};
     if (is_window.has_value()) {
         inputs.push_back({op, "is_window", *is_window});
@@ -198,6 +219,8 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
         step.found = {kCursorRows, slot, pending, a.record_rows};
     else if (cursor.earlier < 0 || cursor.earlier > all_rows - pending)
         step.found = {kCursorRows, slot, cursor.earlier, all_rows - pending};
+    else if (a.chunk > 0 && pending > 0 && cursor.earlier >= a.chunk)
+        step.found = {kCursorRows, slot, cursor.earlier, a.chunk - 1};
     else if (a.ring_rows == 0 && cursor.first != 0 && cursor.first != 1)
         step.found = {kCursorHalf, slot, cursor.first, 1};
     else if (a.ring_rows > 0 && (cursor.first < 0 || cursor.first >= all_rows))
@@ -216,7 +239,10 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
     step.row = {step.slot, rows, cursor.first, step.slot};
     if (a.ring_rows == 0) {
         step.cursor = {tokens, 1 - cursor.first, 0};
-    } else if (rows + tokens > a.ring_rows) {
+    } else if (a.chunk > 0 && rows >= a.chunk) {  // the rows behind the chunk stay pending
+        const int32_t chunk = static_cast<int32_t>(a.chunk);
+        step.cursor = {tokens, static_cast<int32_t>((cursor.first + chunk) % all_rows), rows - chunk};
+    } else if (a.chunk == 0 && rows + tokens > a.ring_rows) {
         step.cursor = {tokens, static_cast<int32_t>((cursor.first + rows) % all_rows), 0};
     } else {
         step.row.target = 0;

@@ -167,6 +167,13 @@ inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates
     return r;
 }
 
+// Checks what the chunk form has kernels for.
+inline void check_chunk_layout(const Argument& states, const Argument& decays) {
+    if (states.tensor.size(2) != 128 || states.tensor.size(3) != 128)
+        states.must_be("of value_width 128 and key_width 128 with chunk");
+    if (decays.tensor.dim() != 4) decays.must_be("of one decay per head with chunk");
+}
+
 // Returns the problem of a row of a plan that does not fit the states or the record.
 NWOR_HOST_DEVICE inline Found problem_of_plan(const RecurrentRow& row, int64_t i, int64_t num_slots,
                                               const RecurrentRecord& record) {

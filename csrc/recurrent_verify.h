@@ -63,6 +63,7 @@ struct VerifyArguments {
     Floats norm_weight;  // [dv]
     float scale, softplus_beta, softplus_threshold, gate_lower_bound, norm_eps, beta_factor;
     bool use_qk_l2norm;
+    uint8_t chunk;  // C; 0: each token has its own state
     GateActivation gate_activation;
     RecurrentPlan plan;              // [>= Q, 4]
     const int32_t* query_start_loc;  // [Q + 1]
@@ -135,7 +136,8 @@ inline VerifyArguments check_verify(
     const std::optional<Tensor>& all_states,   // [>= T, HV, dv, dk], dtype of state
     bool allow_neg_eigval,                     //
     const std::optional<double>& gate_lower_bound,  //
-    int64_t ring_rows)                              // R
+    int64_t ring_rows,                              // R
+    int64_t chunk)                                  // C
 {
     // Names for the messages
     const Argument to{op, "out", out}, states{op, "state", state}, keys{op, "record_keys", record_keys},
@@ -160,6 +162,9 @@ inline VerifyArguments check_verify(
             keys.must_be("of ", ring_rows + 1, " to ", least(2 * ring_rows, kMostRecordRows), " rows: the ",
                          ring_rows, " of the ring and those of a window");
     }
+    check_chunk(op, chunk, ring_rows, c.record.window_rows);
+    if (chunk > 0) check_chunk_layout(states, decays);
+    c.chunk = static_cast<uint8_t>(chunk);
     const int64_t heads = c.states.num_value_heads, dk = c.states.key_width, dv = c.states.value_width;
 
     // Inputs and outputs of the tokens
@@ -252,6 +257,15 @@ NWOR_HOST_DEVICE inline Found problem_of_request(const VerifyArguments& c, int64
     if (const Found found = problem_of_plan(row, q, c.states.num_slots, c.record)) return found;
     if (c.record.has_window(row) && end - begin > c.record.window_rows)
         return {kWindowPastRecord, q, end - begin, c.record.window_rows};
+    return {};
+}
+
+// Returns the problem of a row of a plan in the chunk form. A window stores only a whole chunk, in place.
+NWOR_HOST_DEVICE inline Found problem_of_chunk(const RecurrentRow& row, int64_t i, int64_t chunk) {
+    if (!row.any()) return {};
+    if (row.stores() && row.target != row.source) return {kPlanChunkTarget, i, row.target, row.source};
+    if (row.stores() && row.rows < chunk) return {kPlanChunkStore, i, row.rows, chunk};
+    if (!row.stores() && row.rows >= chunk) return {kPlanChunkRows, i, row.rows, chunk};
     return {};
 }
 

@@ -39,7 +39,7 @@ ARGUMENTS = by_name({
     ids("[num_entries]"): "source_slots target_slots",
     flags("[num_requests]"): "is_window",
     POSITIVE: "record_rows",
-    NOT_NEGATIVE: "ring_rows",
+    NOT_NEGATIVE: "ring_rows chunk",
     Real(): "scale",
     Real("positive", least=TINY): "softplus_beta",
     Real("at most 88", most=88): "softplus_threshold",

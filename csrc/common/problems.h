@@ -77,6 +77,9 @@ enum Problem {
     kPlanRows,
     kPlanHalf,
     kPlanRing,
+    kPlanChunkTarget,
+    kPlanChunkStore,
+    kPlanChunkRows,
     kTokensPastQueries,
     kNumProblems
 };
@@ -218,6 +221,12 @@ constexpr Wording kWordings[] = {
     {kPlanHalf, kValueError, "plan must name half 0 or {limit} of a record, got {value} in row {index}"},
     {kPlanRing, kValueError,
      "plan must name a first row below {limit} of a ring, got {value} in row {index}"},
+    {kPlanChunkTarget, kValueError,
+     "plan must store in the slot {limit} that it reads with chunk, got {value} in row {index}"},
+    {kPlanChunkStore, kValueError,
+     "plan must have at least {limit} rows to store with chunk, got {value} in row {index}"},
+    {kPlanChunkRows, kValueError,
+     "plan must store a state with {limit} rows or more with chunk, got {value} in row {index}"},
     {kTokensPastQueries, kValueError,
      "q must have a row for every token, got {limit} where request {index} ends at token {value}"},
 };

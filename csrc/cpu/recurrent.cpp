@@ -120,6 +120,13 @@ float sum_of_squares(const float* x, int64_t width) {
     return sum.total();
 }
 
+float dot(const float* x, const float* y, int64_t width) {
+    Sum sum;
+    for (int64_t i = 0; i < width; i += Sum::kLanes)
+        for (int64_t lane = 0; lane < Sum::kLanes; ++lane) sum[lane] += x[i + lane] * y[i + lane];
+    return sum.total();
+}
+
 // The decay of a channel. Without a decay per channel, there is one for all.
 template <bool kPerChannel>
 inline float decay_of(const float* decay, int64_t channel) {
@@ -228,10 +235,10 @@ struct ReappliedRows {
         }
     }
 
-    // Applies the recorded rows to one row of the state.
+    // Applies the rows from `begin` to `end` to row `value` of the state.
     template <bool kPerChannel>
-    void onto(float* h, int64_t value) const {
-        for (int64_t j = 0; j < rows; ++j)
+    void onto(float* h, int64_t value, int64_t begin, int64_t end) const {
+        for (int64_t j = begin; j < end; ++j)
             reapply<kPerChannel>(h, decays[static_cast<size_t>(j)], updates[static_cast<size_t>(j)][value],
                                  keys.data() + j * key_width, key_width);
     }
@@ -247,11 +254,31 @@ void fold_row(const RecurrentStates& states, const RecurrentRow& plan, const Rea
     State* data = reinterpret_cast<State*>(states.data);
     load(h, data + states.row_offset(plan.source, value_head, value), width);
     if (reapplied.rows == 0 && plan.source == plan.target) return;
-    reapplied.onto<kPerChannel>(h, value);
+    reapplied.onto<kPerChannel>(h, value, 0, reapplied.rows);
     if (!plan.stores()) return;
     State* target = data + states.row_offset(plan.target, value_head, value);
     store(target, h, width);
     load(h, target, width);
+}
+
+// Rounds a row to the dtype of the states, as a store and a load do.
+template <class State>
+void round_row(float* h, int64_t width) {
+    for (int64_t i = 0; i < width; ++i) h[i] = static_cast<float>(static_cast<State>(h[i]));
+}
+
+// Reads a row of the state, reapplies `chunk` rows, rounds it, and reapplies the other rows: all in one way,
+// whichever call folds a chunk.
+template <class State>
+void fold_row_in_chunks(const RecurrentStates& states, const RecurrentRow& plan,
+                        const ReappliedRows& reapplied, int64_t chunk, int64_t value_head, int64_t value,
+                        float* h) {  // [dk]
+    const State* data = reinterpret_cast<const State*>(states.data);
+    load(h, data + states.row_offset(plan.source, value_head, value), states.key_width);
+    const int64_t whole = std::min(reapplied.rows, chunk);
+    reapplied.onto<false>(h, value, 0, whole);
+    if (whole == chunk) round_row<State>(h, states.key_width);
+    reapplied.onto<false>(h, value, whole, reapplied.rows);
 }
 
 // ---------------------------------------------------------------- gated_delta_verify
@@ -290,6 +317,7 @@ class WindowHead {
         reapplied_.template read<Input>(c_.record, plan_, value_head_);
         read_inputs();
         with_state_type(c_.states, [&](auto state) {
+            if (c_.chunk > 0) return run_chunk<typename decltype(state)::type>();
             with_channels(c_.record.per_channel, [&](auto per_channel) {
                 run_rows<typename decltype(state)::type, decltype(per_channel)::value>();
             });
@@ -371,6 +399,89 @@ class WindowHead {
         }
     }
 
+    // The chunk form: outputs from the state at the base of a token's chunk, and from the rows since. Row i
+    // of the chunk gives a token its update times `weight(i)`: the product of keys (or of key and query),
+    // decayed from row i to the token. All sums run from the chunk's first row on, so the bits of a token
+    // depend only on the base and these rows.
+    template <class State>
+    void run_chunk() {
+        const int64_t width = width_, values = c_.states.value_width, chunk = c_.chunk;
+        const int64_t folded = plan_.stores() ? chunk : 0, before = reapplied_.rows - folded;
+        const auto key =
+            [&](int64_t row) {  // of all rows behind the first base: pending ones, then the window
+                return row < before ? reapplied_.keys.data() + (folded + row) * width
+                                    : keys_.data() + (row - before) * width;
+            };
+        const auto decay_at = [&](int64_t row) {
+            return row < before ? *reapplied_.decays[static_cast<size_t>(folded + row)]
+                                : decays_[static_cast<size_t>(row - before)];
+        };
+        const auto update = [&](int64_t row, int64_t value) {
+            return row < before ? reapplied_.updates[static_cast<size_t>(folded + row)][value]
+                                : values_[static_cast<size_t>((row - before) * values + value)];
+        };
+
+        // Weights of the rows of its chunk, for each token
+        struct Token {
+            int64_t first, at;                // the chunk's first row, and the token's own
+            float decay;                      // of the base
+            std::vector<float> known, asked;  // [at - first], [at - first + 1]
+        };
+        std::vector<Token> tokens;
+        for (int64_t t = 0; t < tokens_; ++t) {
+            const int64_t at = before + t, first = at / chunk * chunk;
+            Token token{first, at, 1.0f, {}, {}};
+            for (int64_t row = first; row <= at; ++row) token.decay *= decay_at(row);
+            for (int64_t row = first; row <= at; ++row) {
+                float decay = 1.0f;
+                for (int64_t later = row + 1; later <= at; ++later) decay *= decay_at(later);
+                if (row < at) token.known.push_back(decay * dot(key(row), key(at), width));
+                token.asked.push_back(decay * dot(key(row), queries_.data() + t * width, width));
+            }
+            tokens.push_back(std::move(token));
+        }
+
+        // Row by row of the state
+        std::vector<float> base(static_cast<size_t>(width)), state(base);
+        State* data = reinterpret_cast<State*>(c_.states.data);
+        const bool follows = c_.all_states != nullptr || before + tokens_ > chunk;
+        for (int64_t value = 0; value < values; ++value) {
+            State* stored = data + c_.states.row_offset(plan_.source, value_head_, value);
+            load(base.data(), stored, width);
+            if (folded > 0) {
+                reapplied_.onto<false>(base.data(), value, 0, folded);
+                store(stored, base.data(), width);
+                load(base.data(), stored, width);
+            }
+            if (follows) {
+                state = base;
+                reapplied_.onto<false>(state.data(), value, folded, reapplied_.rows);
+            }
+            for (int64_t t = 0; t < tokens_; ++t) {
+                const Token& token = tokens[static_cast<size_t>(t)];
+                if (t > 0 && token.at == token.first) {  // a chunk ended: the next window stores these bits
+                    round_row<State>(state.data(), width);
+                    base = state;
+                }
+                float known = token.decay * dot(base.data(), key(token.at), width);
+                float asked = token.decay * dot(base.data(), queries_.data() + t * width, width);
+                for (int64_t row = token.first; row < token.at; ++row) {
+                    const size_t i = static_cast<size_t>(row - token.first);
+                    known += token.known[i] * update(row, value);
+                    asked += token.asked[i] * update(row, value);
+                }
+                const size_t place = static_cast<size_t>(t * values + value);
+                values_[place] = (values_[place] - known) * betas_[static_cast<size_t>(t)];
+                outputs_[place] = asked + token.asked.back() * values_[place];
+                if (!follows) continue;
+                reapply<false>(state.data(), decays_.data() + t, values_[place], key(token.at), width);
+                if (c_.all_states == nullptr) continue;
+                State* all = reinterpret_cast<State*>(c_.all_states) + (begin_ + t) * c_.all_states_stride;
+                store(all + (value_head_ * values + value) * width, state.data(), width);
+            }
+        }
+    }
+
     void record() const {
         const RecurrentRecord& r = c_.record;
         const int64_t slot = plan_.recorded(), value_width = c_.states.value_width;
@@ -425,7 +536,9 @@ class WindowHead {
 
 void run(const VerifyArguments& c, const Cpu&) {
     check_each(c.op, c.num_requests, [&](int64_t q) {
-        return problem_of_request(c, q, c.query_start_loc[q], c.query_start_loc[q + 1], c.plan[q]);
+        const Found found =
+            problem_of_request(c, q, c.query_start_loc[q], c.query_start_loc[q + 1], c.plan[q]);
+        return found || c.chunk == 0 ? found : problem_of_chunk(c.plan[q], q, c.chunk);
     });
     check_slot_conflicts(c.op, c.plan, c.num_requests, c.record);
     const int64_t heads = c.states.num_value_heads;
@@ -443,12 +556,19 @@ void run(const VerifyArguments& c, const Cpu&) {
 // One head of a row of the plan, in one layer.
 template <class State, class Input, bool kPerChannel>
 void fold_head(const RecurrentStates& states, const RecurrentRecord& record, const RecurrentRow& plan,
-               int64_t value_head) {
+               int64_t chunk, int64_t value_head) {
     ReappliedRows reapplied;
     reapplied.read<Input>(record, plan, value_head);
     std::vector<float> row(static_cast<size_t>(states.key_width));
-    for (int64_t value = 0; value < states.value_width; ++value)
-        fold_row<State, kPerChannel>(states, plan, reapplied, value_head, value, row.data());
+    for (int64_t value = 0; value < states.value_width; ++value) {
+        if (chunk == 0) {
+            fold_row<State, kPerChannel>(states, plan, reapplied, value_head, value, row.data());
+            continue;
+        }
+        fold_row_in_chunks<State>(states, plan, reapplied, chunk, value_head, value, row.data());
+        store(reinterpret_cast<State*>(states.data) + states.row_offset(plan.target, value_head, value),
+              row.data(), states.key_width);
+    }
 }
 
 // The tensors of one layer, with the shapes of the first layer.
@@ -480,7 +600,7 @@ void run(const FoldArguments& f, const Cpu&) {
                         const RecurrentRow row = f.plan[part / heads];
                         if (row.stores())
                             fold_head<typename decltype(state)::type, typename decltype(input)::type,
-                                      decltype(per_channel)::value>(views.states, views.record, row,
+                                      decltype(per_channel)::value>(views.states, views.record, row, f.chunk,
                                                                     part % heads);
                     }
                 });

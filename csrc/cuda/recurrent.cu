@@ -1,7 +1,8 @@
 // Family recurrent on CUDA: one state per request. Semantics: nwor_ops/ops/recurrent.py.
 //
 // `recurrent_plan.h` plans a step. `recurrent_verify.h` reapplies, stores, runs and records the windows of a
-// layer with one launch. `recurrent_fold.h` reapplies and stores, for several layers.
+// layer with one launch. `recurrent_fold.h` reapplies and stores, for several layers. With `chunk` both call
+// the kernels of `recurrent_chunk.cu`, which have other bits.
 //
 // A block owns rows of one head's state of one request, from load to store. The rows are in registers: eight
 // lanes share a row, and a thread has 64 elements of a few rows (`recurrent_rows.h`). A state travels through

@@ -2,11 +2,11 @@
 // several layers.
 #pragma once
 
-#include <algorithm>
-
 #include "../recurrent_fold.h"
 #include "async_copies.h"
 #include "launch.h"
+#include "recurrent_chunk.h"
+#include "recurrent_fold_job.h"
 #include "recurrent_launch.h"
 #include "recurrent_reapply.h"
 #include "recurrent_rows.h"
@@ -15,28 +15,12 @@
 namespace nwor {
 namespace {
 
-// Layers that fit in the parameters of a launch (4 KB in all). More layers take another launch.
-constexpr int64_t kLayersPerLaunch = 72;
-
-struct FoldJob {
-    RecurrentStates states;    // of every layer; `data` is not used
-    RecurrentRecord record;    // of every layer; `data` is not used
-    RecurrentPlan plan;        // [E, 4]
-    const int64_t* window_id;  // [1], or null
-    SharedPlaces shared;
-    BlockPlaces blocks;
-    FastDivisor by_entries;  // E
-    bool is_aligned;         // all states
-    const char* report_as;
-    FoldLayer layers[kLayersPerLaunch];
-};
-static_assert(sizeof(FoldJob) <= 4096, "kernel parameters are at most 4 KB on every architecture");
-
 // Grid: x = L * E * HV * (dv / rows of a block), see `BlockPlaces`; layer and entry together take the place
 // of its request. Block: x = 32 * (rows of a block / `Rows::kRowsOfWarp`). A block folds some rows of one
 // head's state.
 template <class State, class Input, int kWidth, bool kPerChannel>
-__global__ void __launch_bounds__(kThreads, 2) fold_kernel(const __grid_constant__ FoldJob job) {
+__global__ void __launch_bounds__(kThreads, 2)
+    fold_kernel(const __grid_constant__ FoldJob<SharedPlaces> job) {
     using R = Rows<State, kWidth>;
 
     // ---- The layer, and its entry of the plan
@@ -84,48 +68,33 @@ __global__ void __launch_bounds__(kThreads, 2) fold_kernel(const __grid_constant
     raw.store(layer.states + target, job.is_aligned, block.first_value + value, at);
 }
 
-// Grid: one block. Marks the layers of a launch as folded. All blocks of fold_kernel must have read the marks
-// before.
-__global__ void __launch_bounds__(kThreads)
-    mark_kernel(const __grid_constant__ FoldJob job, int64_t num_layers) {
-    wait_for_earlier_kernels();
-    if (threadIdx.x < num_layers) *job.layers[threadIdx.x].window = *job.window_id;
-}
-static_assert(kLayersPerLaunch <= kThreads, "a thread marks one layer");
-
 void run(const FoldArguments& f, const Launch& launch) {
-    const bool all_aligned = std::all_of(f.layers.begin(), f.layers.end(), [&](const FoldLayer& layer) {
-        return is_aligned(f.states, layer.states, f.states.slot_stride);
-    });
+    if (f.chunk > 0) return run_chunk(f, launch.like());
+    const bool all_aligned = all_are_aligned(f);
     with_types(f.states, f.record, [&](auto state, auto input, auto width, auto per_channel) {
         using State = typename decltype(state)::type;
         constexpr int kWidth = decltype(width)::value;
         constexpr int64_t kMost = Rows<State, kWidth>::kRowsOfWarp * (kThreads / kWarp);
-        const int64_t num_layers = static_cast<int64_t>(f.layers.size());
         const int64_t heads_of_layer = f.plan.length * f.states.num_value_heads;
-        const int64_t values = values_of_block(f.record, heads_of_layer * num_layers, kMost);
-        FoldJob job{f.states,
-                    f.record,
-                    f.plan,
-                    f.window_id,
-                    SharedPlaces(0, f.record.rows, Rows<State, kWidth>::kPadded, values, f.record.per_channel,
-                                 false, 0),
-                    BlockPlaces(f.record, values),
-                    FastDivisor(f.plan.length),
-                    all_aligned,
-                    report_as(f.op),
-                    {}};
-        const auto kernel = fold_kernel<State, typename decltype(input)::type, kWidth, per_channel>;
-        for (int64_t first = 0; first < num_layers && heads_of_layer > 0; first += kLayersPerLaunch) {
-            const int64_t count = std::min(kLayersPerLaunch, num_layers - first);
-            std::copy_n(f.layers.begin() + first, count, job.layers);
-            const LaunchShape shape =
-                shape_for_heads(f.op, heads_of_layer * count, f.states.value_width / values,
-                                values / Rows<State, kWidth>::kRowsOfWarp * kWarp, job.shared.bytes);
-            allow_shared_memory(f.op, kernel, shape, launch);
-            launch.start(kernel, shape, job);
-            if (f.window_id != nullptr) launch.start(mark_kernel, {dim3(1), dim3(kThreads)}, job, count);
-        }
+        const int64_t values =
+            values_of_block(f.record, heads_of_layer * static_cast<int64_t>(f.layers.size()), kMost);
+        FoldJob<SharedPlaces> job{f.states,
+                                  f.record,
+                                  f.plan,
+                                  f.window_id,
+                                  SharedPlaces(0, f.record.rows, Rows<State, kWidth>::kPadded, values,
+                                               f.record.per_channel, false, 0),
+                                  BlockPlaces(f.record, values),
+                                  FastDivisor(f.plan.length),
+                                  all_aligned,
+                                  report_as(f.op),
+                                  {}};
+        const auto shape_of = [&](int64_t layers) {
+            return shape_for_heads(f.op, heads_of_layer * layers, f.states.value_width / values,
+                                   values / Rows<State, kWidth>::kRowsOfWarp * kWarp, job.shared.bytes);
+        };
+        start_folds(f, &job, fold_kernel<State, typename decltype(input)::type, kWidth, per_channel>,
+                    shape_of, launch);
     });
     check_launch(launch);
 }

@@ -8,6 +8,7 @@
 #include "async_copies.h"
 #include "launch.h"
 #include "recurrent_arithmetic.h"
+#include "recurrent_chunk.h"
 #include "recurrent_delta_rule.h"
 #include "recurrent_launch.h"
 #include "recurrent_reapply.h"
@@ -17,16 +18,6 @@
 
 namespace nwor {
 namespace {
-
-// Writes zeros for the tokens of a request without a state.
-template <class Input>
-__device__ void zero_outputs(const HeadsView& out,  // [T, HV, dv]
-                             const BlockPlace& block, int64_t first_token, int64_t end_token) {
-    for (int64_t token = first_token; token < end_token; ++token) {
-        Input* to = reinterpret_cast<Input*>(out.data) + out.offset(token, block.head) + block.first_value;
-        for (int i = threadIdx.x; i < block.num_values; i += blockDim.x) set(to + i, 0.0f);
-    }
-}
 
 // Grid: x = Q * HV * (dv / rows of a block), see `BlockPlaces`. Block: x = 32 * warps, at most 256. A block
 // runs all tokens of one request on some rows of one head's state. A warp takes `Rows::kRowsOfWarp` rows at a
@@ -270,6 +261,7 @@ void run(const VerifyArguments& c, const Launch& launch) {
                                        launch.stream()));
         return check_launch(launch);
     }
+    if (c.chunk > 0) return run_chunk(c, launch.like());
     with_types(c.states, c.record, [&](auto state, auto input, auto width, auto per_channel) {
         using State = typename decltype(state)::type;
         constexpr int kWidth = decltype(width)::value;

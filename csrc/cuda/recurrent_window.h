@@ -112,9 +112,20 @@ __device__ void scale_window(const VerifyJob& job, const Window& w) {
 
 // ---------------------------------------------------------------- outputs
 
-// Normalizes and gates the outputs, one token per warp. They were rounded, as in a kernel without the norm.
+// Writes zeros for the tokens of a request without a state.
 template <class Input>
-__device__ void norm_outputs(const VerifyJob& job, const Window& w) {
+__device__ void zero_outputs(const HeadsView& out,  // [T, HV, dv]
+                             const BlockPlace& block, int64_t first_token, int64_t end_token) {
+    for (int64_t token = first_token; token < end_token; ++token) {
+        Input* to = reinterpret_cast<Input*>(out.data) + out.offset(token, block.head) + block.first_value;
+        for (int i = threadIdx.x; i < block.num_values; i += blockDim.x) set(to + i, 0.0f);
+    }
+}
+
+// Normalizes and gates the outputs, one token per warp. They were rounded, as in a kernel without the norm.
+// `Job`: `VerifyJob`, or that of the chunk form.
+template <class Input, class Job>
+__device__ void norm_outputs(const Job& job, const Window& w) {
     const VerifyArguments& c = job.call;
     const BlockPlace& block = w.block;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;

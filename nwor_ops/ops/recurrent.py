@@ -37,6 +37,7 @@ def plan_recurrent_window(
     is_window: Tensor | None = None,
     num_skipped: Tensor | None = None,
     ring_rows: int = 0,
+    chunk: int = 0,
 ) -> None:
     """Open a window: plan for all layers which rows each request reapplies, and where it records.
 
@@ -67,6 +68,9 @@ def plan_recurrent_window(
         ring_rows: R, the maximum number of pending rows in a ring of R + W rows. The state is stored only if the
             accepted rows and this window would be more than R. R is at least W, and R + W is at most 32. 0 = no ring:
             a record has two halves of W rows, and every window stores.
+        chunk: C, 0 or 16. With 16 the window of :func:`gated_delta_verify` has the chunk form. It stores the state only
+            if at least C accepted rows are pending, and folds exactly C. The others stay pending. W is at most 8, and R
+            is at least C - 1 + W. 0 = a store folds all rows.
 
     Raises:
         ValueError: a shape or stride is wrong. The CPU also refuses a window longer than W and an invalid count or
@@ -177,6 +181,7 @@ def gated_delta_verify(
     allow_neg_eigval: bool = False,
     gate_lower_bound: float | None = None,
     ring_rows: int = 0,
+    chunk: int = 0,
 ) -> None:
     """Run one layer of a window: reapply the accepted rows, store the state, run the window's tokens and record them.
 
@@ -204,6 +209,17 @@ def gated_delta_verify(
     ``out / sqrt(mean(out^2) + norm_eps) * norm_weight * act(gate)``, like vLLM's ``fused_gdn_decode_post_conv_mtp``.
 
     Value head i uses head ``i // (HV // H)`` of q and k.
+
+    With ``chunk``, each token belongs to a chunk of C tokens, counted from the slot's last fold. S0 is the state at the
+    start of the chunk, rounded to its dtype. Row i of the chunk has key ki, decay di and update ui, and token j:
+
+        w(i) = d(i+1) ... dj;  w = d0 ... dj
+        uj = beta (vj - w S0 kj - sum over i < j of w(i) (ki kj) ui)
+        out = w S0 qj + sum over i <= j of w(i) (ki qj) ui
+
+    This equals the formula above up to rounding. The bits of a token depend only on S0 and on the rows of its chunk.
+    They do not depend on how tokens fall into windows. If a window passes the end of a chunk, the kernel folds the
+    chunk in registers. The next window stores the same bits.
 
     ``query_start_loc`` defines the Q requests. A row of zeros in ``plan`` means padding, or no window. For such a
     request the kernel only writes zeros to its tokens in ``out``. Another kernel may write them after this call. Tokens
@@ -245,6 +261,8 @@ def gated_delta_verify(
         ring_rows: R of :func:`plan_recurrent_window`. With a ring the records are ``[S, 1, R + W, ...]``, and
             ``record_updates`` is ``[S, R + W, HV, dv]``. If the plan stores nothing, the window continues from the
             reapplied rows in float32. So a bfloat16 state is rounded only when it is stored.
+        chunk: C of :func:`plan_recurrent_window`, 0 or 16. The form with chunks needs dk = dv = 128 and one decay per
+            head, on CUDA also bfloat16 inputs. 0 = the state goes through every token.
 
     Raises:
         ValueError: a shape, a stride or an option is invalid, or written memory overlaps another argument. On the CPU
@@ -283,6 +301,7 @@ def gated_delta_fold(
     layer_windows: list[Tensor],
     plan: Tensor,
     window_id: Tensor | None = None,
+    chunk: int = 0,
 ) -> None:
     """Fold pending rows into the states of several layers: ``state[target]`` becomes ``state[source]`` with its rows.
 
@@ -302,6 +321,8 @@ def gated_delta_fold(
             :func:`plan_recurrent_window`. Rows with the target 0 are left out.
         window_id: int64 ``[1]`` or None. Layers whose ``layer_windows`` holds this number are left out. They ran in the
             window, or an earlier call has folded them. None = fold all layers and mark none.
+        chunk: C of :func:`plan_recurrent_window`, 0 or 16. After C rows the state is rounded to its dtype. Then the
+            other rows follow. 0 = the state is rounded once, at the end.
 
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: as :func:`gated_delta_verify`.

@@ -15,6 +15,7 @@ from nwor_ops.validation import BoundToMemory
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_ROWS = 32  # kMostRecordRows in csrc/recurrent_plan.h
+_CHUNK, _MOST_CHUNK_WINDOW = 16, 8  # of the kernels of the chunk form
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class RecurrentCache(BoundToMemory):
         record_updates: float32 ``[S, W, HV, dv]``.
         ring_rows: R, the maximum number of pending rows in a ring. Records then have one half of R + W rows:
             ``[S, 1, R + W, ...]``, and ``record_updates`` is ``[S, R + W, HV, dv]``. 0 = no ring.
+        chunk: C, 0 or 16. With 16 windows have the chunk form, and a store folds exactly 16 rows
+            (:func:`nwor_ops.gated_delta_verify`). It needs dk = dv = 128, no decay per channel, W of at most 8 and R of
+            at least C - 1 + W.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not match.
@@ -54,6 +58,7 @@ class RecurrentCache(BoundToMemory):
     record_decays: Tensor
     record_updates: Tensor
     ring_rows: int = 0
+    chunk: int = 0
 
     @classmethod
     def new(
@@ -69,6 +74,7 @@ class RecurrentCache(BoundToMemory):
         state_dtype: torch.dtype = torch.float32,
         per_channel: bool = False,
         ring_rows: int = 0,
+        chunk: int = 0,
         device: torch.device | str = "cpu",
     ) -> RecurrentCache:
         """Allocate states and records, filled with zeros.
@@ -85,6 +91,8 @@ class RecurrentCache(BoundToMemory):
             per_channel: whether each channel of a key has a decay (KDA). If False, each value head has one.
             ring_rows: how many rows may be pending. A window stores the state only if the pending rows and its tokens
                 would be more. At least ``max_window``; both together are at most 32. 0 = every window stores.
+            chunk: 0 or 16: how many rows a store folds. With 16, ``ring_rows`` is at least 15 and ``max_window``. 0 = a
+                store folds all pending rows.
             device: device of all tensors.
 
         Raises:
@@ -97,7 +105,7 @@ class RecurrentCache(BoundToMemory):
         _one_of(f"{where}: state_dtype", state_dtype, _STATE_DTYPES)
         found = validation.device(f"{where}: device", device)
         record = cls._record_of(where, max_window, num_key_heads, dtype, per_channel, ring_rows)
-        return cls._with(torch.zeros(shape, dtype=state_dtype, device=found), *record)
+        return cls._with(torch.zeros(shape, dtype=state_dtype, device=found), *record, chunk)
 
     @classmethod
     def beside(
@@ -109,19 +117,21 @@ class RecurrentCache(BoundToMemory):
         dtype: torch.dtype = torch.bfloat16,
         per_channel: bool = False,
         ring_rows: int = 0,
+        chunk: int = 0,
     ) -> RecurrentCache:
         """Allocate records for existing states.
 
         Args:
             state: float32 or bfloat16 ``[S, HV, dv, dk]``, contiguous within a slot.
-            max_window, num_key_heads, dtype, per_channel, ring_rows: as in :meth:`new`.
+            max_window, num_key_heads, dtype, per_channel, ring_rows, chunk: as in :meth:`new`.
 
         Raises:
             ValueError, TypeError: as :meth:`new`.
         """
         validation.tensor("RecurrentCache.beside: state", state, *_STATE_DTYPES, dims=4)
         where = "RecurrentCache.beside"
-        return cls._with(state, *cls._record_of(where, max_window, num_key_heads, dtype, per_channel, ring_rows))
+        record = cls._record_of(where, max_window, num_key_heads, dtype, per_channel, ring_rows)
+        return cls._with(state, *record, chunk)
 
     @staticmethod
     def _record_of(
@@ -137,7 +147,7 @@ class RecurrentCache(BoundToMemory):
 
     @classmethod
     def _with(
-        cls, state: Tensor, window: int, heads: int, dtype: torch.dtype, per_channel: bool, ring_rows: int
+        cls, state: Tensor, window: int, heads: int, dtype: torch.dtype, per_channel: bool, ring_rows: int, chunk: int
     ) -> RecurrentCache:
         slots, value_heads, value_size, key_size = state.shape
 
@@ -153,6 +163,7 @@ class RecurrentCache(BoundToMemory):
             zeros(halves, rows, value_heads, *channels),
             zeros(rows, value_heads, value_size),
             ring_rows,
+            chunk,
         )
 
     def __post_init__(self) -> None:
@@ -180,6 +191,8 @@ class RecurrentCache(BoundToMemory):
         ring = validation.integer("RecurrentCache: ring_rows", self.ring_rows, least=0) > 0
         if ring:
             _check_ring("RecurrentCache", self.ring_rows, rows - self.ring_rows)
+        if validation.integer("RecurrentCache: chunk", self.chunk, least=0):
+            _check_chunk(self, per_channel, rows - self.ring_rows)
         halves, letters = (1, "1, R + W") if ring else (2, "2, W")
         expect("record_keys", f"[S, {letters}, H, dk]", slots, halves, rows, heads, key_size)
         expect("record_norms", f"[S, {letters}, H]", slots, halves, rows, heads)
@@ -214,8 +227,9 @@ class RecurrentCache(BoundToMemory):
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        """Dtypes, shapes and strides. One launch folds all layers for which they are equal."""
-        return tuple((tensor.dtype, tensor.shape, tensor.stride()) for tensor in (self.state, *self.records))
+        """Chunk, dtypes, shapes and strides. One launch folds all layers for which they are equal."""
+        tensors = (self.state, *self.records)
+        return self.chunk, *((tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors)
 
     @property
     def records(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -237,6 +251,26 @@ def _check_ring(where: str, ring_rows: int, max_window: int) -> None:
         )
 
 
+def _check_chunk(cache: RecurrentCache, per_channel: bool, max_window: int) -> None:
+    if cache.chunk != _CHUNK:
+        raise ValueError(f"RecurrentCache: chunk must be 0 or {_CHUNK}, got {cache.chunk}")
+    least = _CHUNK - 1 + max_window
+    if cache.ring_rows < least:
+        raise ValueError(
+            f"RecurrentCache: ring_rows must be at least {least} with chunk {_CHUNK} and windows of {max_window}, got "
+            f"{cache.ring_rows}"
+        )
+    if max_window > _MOST_CHUNK_WINDOW:
+        raise ValueError(
+            f"RecurrentCache: max_window must be at most {_MOST_CHUNK_WINDOW} with chunk {_CHUNK}, got {max_window}"
+        )
+    if per_channel:
+        raise ValueError(f"RecurrentCache: per_channel must be False with chunk {_CHUNK}, got True")
+    sizes = list(cache.state.shape[2:])
+    if sizes != [128, 128]:
+        raise ValueError(f"RecurrentCache: state must be [S, HV, 128, 128] with chunk {_CHUNK}, got heads of {sizes}")
+
+
 def check_apart(method: str, caches: Mapping[str, RecurrentCache]) -> None:
     """Raise if states or records share memory, within a layer or between layers.
 
@@ -249,8 +283,12 @@ def check_apart(method: str, caches: Mapping[str, RecurrentCache]) -> None:
     Raises:
         ValueError: two tensors share memory.
     """
-    places = [(f"{field.name} of {name!r}", getattr(cache, field.name))
-              for name, cache in caches.items() for field in fields(cache) if field.name != "ring_rows"]  # fmt: skip
+    places = [
+        (f"{field.name} of {name!r}", getattr(cache, field.name))
+        for name, cache in caches.items()
+        for field in fields(cache)
+        if field.name not in ("ring_rows", "chunk")
+    ]
     if any(has_no_data(tensor) for _, tensor in places):
         return  # no addresses to compare
     num_slots = places[0][1].shape[0]

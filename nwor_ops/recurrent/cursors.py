@@ -21,6 +21,7 @@ class Cursors(BoundToMemory):
         num_slots: number of slots, with slot 0.
         device: device of the cursors.
         ring_rows: maximum number of pending rows in a ring; 0 = a record has two halves.
+        chunk: rows that a store folds in the chunk form; 0 = all.
 
     Attributes:
         table: int32 ``[num_slots, 2]``, or ``[num_slots, 3]`` with a ring: ``cursors`` of
@@ -28,8 +29,8 @@ class Cursors(BoundToMemory):
         skipped: counts the requests that windows skip.
     """
 
-    def __init__(self, num_slots: int, device: torch.device, ring_rows: int = 0) -> None:
-        self.ring_rows = ring_rows
+    def __init__(self, num_slots: int, device: torch.device, ring_rows: int = 0, chunk: int = 0) -> None:
+        self.ring_rows, self.chunk = ring_rows, chunk
         self.table = torch.zeros(num_slots, 3 if ring_rows else 2, dtype=torch.int32, device=device)
         self.skipped = SkippedRequests(device)
 
@@ -46,7 +47,7 @@ class Cursors(BoundToMemory):
         """Open a window. See :func:`nwor_ops.plan_recurrent_window`, which takes the same arguments."""
         ops.plan_recurrent_window(
             plan, self.table, window_id, slots, query_start_loc, num_kept, max_window, is_window,
-            self.skipped.counter, self.ring_rows,
+            self.skipped.counter, self.ring_rows, self.chunk,
         )  # fmt: skip
 
     def plan_fold(

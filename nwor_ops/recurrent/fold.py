@@ -70,13 +70,16 @@ class _Launch(BoundToMemory):
     def __init__(self, layers: Mapping[str, RecurrentLayer]) -> None:
         self._names = ", ".join(layers)
         self._windows = [layer.layer_window for layer in layers.values()]
+        self._chunk = next(iter(layers.values())).cache.chunk  # part of the geometry
         self._states = [layer.cache.state for layer in layers.values()]
         records = (layer.cache.records for layer in layers.values())
         self._records = [list(tensors) for tensors in zip(*records, strict=True)]
 
     def run(self, plan: Tensor, window_id: Tensor | None) -> None:
         keys, norms, decays, updates = self._records
-        ops.gated_delta_fold(self._states, keys, norms, decays, updates, self._windows, plan, window_id)
+        ops.gated_delta_fold(
+            self._states, keys, norms, decays, updates, self._windows, plan, window_id, self._chunk
+        )  # fmt: skip
 
     def check(self, method: str, plan: Tensor, window_id: Tensor) -> None:
         try:

@@ -98,7 +98,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
     def __init__(self, *, max_num_requests: int, device: torch.device | str) -> None:
         self.max_num_requests = validation.integer("RecurrentStates: max_num_requests", max_num_requests)
         self.device = validation.device("RecurrentStates: device", device)
-        self.num_slots = self.max_window = self.ring_rows = 0  # set by the first layer
+        self.num_slots = self.max_window = self.ring_rows = self.chunk = 0  # set by the first layer
         self._layers = {}
         self._num_requests = 0  # in the open window
         self._verified: set[str] = set()  # layers that ran in the open window, as far as Python can tell
@@ -135,8 +135,13 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 f"register_layer: cache of {name!r} must have the ring_rows of the layers before, {self.ring_rows}, "
                 f"got {cache.ring_rows}"
             )
+        if self._layers and cache.chunk != self.chunk:
+            raise ValueError(
+                f"register_layer: cache of {name!r} must have the chunk of the layers before, {self.chunk}, got "
+                f"{cache.chunk}"
+            )
         self.num_slots, self.max_window = sizes
-        self.ring_rows = cache.ring_rows
+        self.ring_rows, self.chunk = cache.ring_rows, cache.chunk
         self._layers[name] = RecurrentLayer(cache, torch.zeros(1, dtype=torch.int64, device=self.device))
 
     def allocate(self) -> None:
@@ -157,7 +162,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
         requests = self.max_num_requests
-        self.cursors = Cursors(self.num_slots, self.device, self.ring_rows)
+        self.cursors = Cursors(self.num_slots, self.device, self.ring_rows, self.chunk)
         self.plan = zeros(requests, 4)
         self.window_id = zeros(1, dtype=torch.int64)
         self.query_start_loc = zeros(requests + 1)
@@ -322,6 +327,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             softplus_beta=softplus_beta, softplus_threshold=softplus_threshold, use_qk_l2norm=use_qk_l2norm, gate=gate,
             norm_weight=norm_weight, norm_eps=norm_eps, gate_activation=gate_activation, all_states=all_states,
             allow_neg_eigval=allow_neg_eigval, gate_lower_bound=gate_lower_bound, ring_rows=cache.ring_rows,
+            chunk=cache.chunk,
         )  # fmt: skip
         if counted:
             self._verified.add(name)
@@ -355,7 +361,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
     def cancel(self) -> None:
         """Undo the window and close it: none of its tokens stay, and nothing is pending.
 
-        In a ring, the accepted rows of a request whose state was not to be stored stay pending.
+        In a ring, the accepted rows of a request whose state was not to be stored stay pending. With ``chunk`` the rows
+        behind a chunk that was to be stored stay pending too.
 
         The forward may have stopped at any layer. Layers that ran have applied the rows that were pending before the
         window; cancel applies them in the other layers. The states are those of a window that had just begun. For
@@ -376,7 +383,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         """Apply the pending rows of slots to their states, in all layers.
 
         Call it before anything else reads or writes these states: a kernel for prompts, a snapshot, a transfer. It
-        launches one kernel for the plan, and one for each geometry of layers.
+        launches one kernel for the plan, and one for each geometry of layers. With ``chunk``, the next chunk
+        begins here.
 
         Args:
             slots: int32 or int64 ``[E]``; 0 or less = padding. Slots must be distinct.
@@ -474,7 +482,11 @@ class RecurrentStates(Stateful[RecurrentLayer]):
 
         It can be repeated: each folded layer is marked, and a second call skips it.
         """
-        self._fold.apply(self.plan, self.window_id)
+        plan = self.plan
+        if self.chunk:  # the window would store this many rows; the others stay pending
+            plan = plan.clone()
+            plan[:, 1].clamp_(max=self.chunk)
+        self._fold.apply(plan, self.window_id)
         self.cursors.drop_window(self.plan[:, 0].long())
 
     def _fold_into(self, source_slots: Tensor, target_slots: Tensor, *, keep_source: bool) -> None:

@@ -15,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from samples_recurrent import Heads, make_layer
+from recurrent_chunk import error_of, exact_run
+from samples_recurrent import Heads, Inputs, Planned, make_layer, verify
 from vllm_kernels import glm_update, load_core, olmo_update, recurrent_update
 
 from nwor_ops import ops
+from nwor_ops.testing.oracle import recurrent as oracle
 
 HEADS = Heads(2, 4, 128, 128)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -63,10 +65,11 @@ class Requests:
         per_channel=False,
         seed=0,
         ring_rows=0,
+        chunk=0,
     ):
         torch.manual_seed(seed)
         self.device, self.requests, self.rows, self.heads, self.dtype = device, requests, rows, heads, dtype
-        self.per_channel, self.ring_rows, self.random = per_channel, ring_rows, random.Random(seed)
+        self.per_channel, self.ring_rows, self.chunk, self.random = per_channel, ring_rows, chunk, random.Random(seed)
         self.allow_neg_eigval, self.gate_lower_bound = False, None
         layer = make_layer(
             heads, requests + 1, rows, state_dtype, dtype, per_channel, gap=64, seed=seed, ring_rows=ring_rows
@@ -110,7 +113,7 @@ class Requests:
     def open(self, window: Window) -> None:
         ops.plan_recurrent_window(
             self.plan, self.cursors, self.window_id, self.slots, window.starts, self.kept, self.rows,
-            ring_rows=self.ring_rows,
+            ring_rows=self.ring_rows, chunk=self.chunk,
         )  # fmt: skip
 
     def verify(self, window: Window, out, state=None, plan=None, every=None, norm=None, use_qk_l2norm=True) -> None:
@@ -120,6 +123,7 @@ class Requests:
             window.starts, self.scale, gate=window.gate if norm else None, norm_weight=self.weight if norm else None,
             gate_activation=norm or "silu", all_states=every, use_qk_l2norm=use_qk_l2norm,
             allow_neg_eigval=self.allow_neg_eigval, gate_lower_bound=self.gate_lower_bound, ring_rows=self.ring_rows,
+            chunk=self.chunk,
         )  # fmt: skip
 
     def run(self, window: Window, **options):
@@ -134,7 +138,11 @@ class Requests:
     def fold(self) -> None:
         plan = torch.zeros_like(self.plan)
         ops.plan_recurrent_fold(plan, self.cursors, self.slots, self.slots, self.kept)
-        ops.gated_delta_fold(*([tensor] for tensor in (self.state, *self.records, self.ran)), plan)
+        self.fold_by(plan)
+
+    def fold_by(self, plan) -> None:
+        layers = ([tensor] for tensor in (self.state, *self.records, self.ran))
+        ops.gated_delta_fold(*layers, plan, chunk=self.chunk)
 
     def accept(self, lengths) -> None:
         self.kept.copy_(torch.tensor([self.random.randint(1, length) for length in lengths]))
@@ -509,6 +517,247 @@ def test_bits_of_a_ring_over_many_steps(device, drafts, ring_rows, per_channel, 
     assert rings.state[1:].abs().max() > 0.1
 
 
+# ---------------------------------------------------------------- the chunk form
+
+CHUNK = 16
+PARTS = ("q", "k", "v", "a", "b", "gate")
+
+
+def chunks(device, count, rows, state_dtype, ring_rows=0, **options) -> Requests:
+    """Requests of the chunk form. `ring_rows`: 0 = as few as the form takes."""
+    return Requests(device, count, rows, state_dtype, ring_rows=ring_rows or CHUNK - 1 + rows, chunk=CHUNK, **options)
+
+
+def rows_of(text: Window, tokens, lengths) -> Window:
+    """Return a window of these tokens of a text."""
+    chosen = torch.tensor(tokens, dtype=torch.int64, device=text.q.device)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(text.q.device, torch.int32)
+    return Window(*(getattr(text, part)[chosen] for part in PARTS), starts)
+
+
+def read_text(requests: Requests, text: Window, end: int, norm=None, seed=0, stores_all=False):
+    """Read `end` tokens for each request, in windows of random lengths. Rejected tokens are any of the text. A request
+    that has finished is padding.
+
+    Returns:
+        The outputs [requests, end, ...] of the tokens that stay, and with `stores_all` their states.
+    """
+    dice, count = random.Random(seed), requests.requests
+    positions, slots, last = [0] * count, requests.slots.clone(), [1] * count
+    outputs = torch.zeros(count, end, *text.gate.shape[1:], dtype=text.gate.dtype, device=requests.device)
+    states = torch.zeros(count, end, *requests.state.shape[1:], dtype=requests.state.dtype, device=requests.device)
+    while min(positions) < end:
+        lengths = [dice.randint(1, requests.rows) for _ in range(count)]
+        kept = [min(dice.randint(1, n), end - at) for n, at in zip(lengths, positions, strict=True)]
+        tokens = []
+        for q, (n, stay, at) in enumerate(zip(lengths, kept, positions, strict=True)):
+            tokens += [q * end + at + i for i in range(stay)] + dice.choices(range(len(text.v)), k=n - stay)
+        requests.kept.copy_(torch.tensor(last))
+        requests.slots.copy_(torch.where(torch.tensor(kept, device=slots.device) > 0, slots, 0))
+        window = rows_of(text, tokens, lengths)
+        every = requests.states_of(window) if stores_all else None
+        out = requests.run(window, norm=norm, every=every)
+        begin = 0
+        for q, (n, stay) in enumerate(zip(lengths, kept, strict=True)):
+            if stay == 0:
+                assert not out[begin : begin + n].any()
+            else:
+                outputs[q, positions[q] : positions[q] + stay] = out[begin : begin + stay]
+                if every is not None:
+                    states[q, positions[q] : positions[q] + stay] = every[begin : begin + stay]
+                positions[q], last[q] = positions[q] + stay, stay
+            begin += n
+    requests.kept.copy_(torch.tensor(last))
+    requests.slots.copy_(slots)
+    return (outputs, states) if stores_all else outputs
+
+
+def same_layer(requests: Requests, other: Requests) -> Requests:
+    """Give `requests` the states and weights of `other`."""
+    requests.state.copy_(other.state)
+    requests.A_log, requests.dt_bias, requests.weight = other.A_log, other.dt_bias, other.weight
+    return requests
+
+
+@pytest.mark.parametrize("norm", [None, "silu"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_bits_of_chunks_do_not_depend_on_windows(device, state_dtype, norm):
+    """One text cut in many ways, with drafts and without, in rings of any size: each token keeps its bits, and so does
+    the folded state. The kernel for windows of up to four tokens has the bits of that for eight."""
+    count, end = 4, 70
+    first = chunks(device, count, 1, state_dtype)
+    text = first.draw([count * end])
+    begun = same_layer(chunks(device, count, 1, state_dtype), first)
+    expected = read_text(first, text, end, norm)
+    first.fold()
+    assert first.state[1:].isfinite().all()
+    for seed, (rows, ring) in enumerate([(1, 31), (2, 0), (3, 29), (4, 0), (5, 0), (8, 0), (8, 24), (8, 0)]):
+        other = same_layer(chunks(device, count, rows, state_dtype, ring), begun)
+        assert same_bits(read_text(other, text, end, norm, seed), expected), (rows, ring)
+        other.fold()
+        assert same_bits(other.state[1:], first.state[1:]), (rows, ring)
+
+
+@pytest.mark.parametrize("norm", [None, "silu"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_bits_of_chunks_in_many_blocks(device, state_dtype, norm):
+    """With many heads a block has all rows of a head, some at a time."""
+    heads, end = Heads(4, 16, 128, 128), 40
+    many = chunks(device, 40, 8, state_dtype, heads=heads)
+    text = many.draw([40 * end])
+    few = same_layer(chunks(device, 40, 8, state_dtype, heads=heads), many)
+    outputs = read_text(many, text, end, norm)
+    many.fold()
+    for request in (0, 17, 39):
+        slot = few.slots[request : request + 1].clone()
+        alone = copy.copy(few)
+        alone.requests, alone.slots = 1, slot.clone()
+        alone.kept, alone.plan = few.kept[:1].clone(), few.plan[:1].clone()
+        part = rows_of(text, range(request * end, (request + 1) * end), [end])
+        assert same_bits(read_text(alone, part, end, norm, seed=5)[0], outputs[request])
+        alone.fold()
+        assert same_bits(alone.state[slot.long()], many.state[slot.long()])
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_error_of_chunks(device, state_dtype):
+    """Against float64. Outputs are bfloat16 numbers: few of them are rounded otherwise."""
+    count, end = 3, 500
+    requests = chunks(device, count, 8, state_dtype)
+    text, initial = requests.draw([count * end]), requests.state.clone()
+    outputs = read_text(requests, text, end)
+    requests.fold()
+    for q in range(count):
+        part = rows_of(text, range(q * end, (q + 1) * end), [end])
+        inputs = Inputs(part.q, part.k, part.v, part.a, part.b, requests.A_log, requests.dt_bias)
+        expected, state = exact_run(initial[q + 1], inputs, requests.scale)
+        if state_dtype == torch.float32:
+            assert (outputs[q] != expected.bfloat16()).float().mean() < 0.005
+            assert error_of(requests.state[q + 1], state) < 2e-6
+        else:  # below a scheme that rounds the state after each token
+            worse, worse_state = exact_run(initial[q + 1], inputs, requests.scale, torch.bfloat16)
+            assert error_of(outputs[q], expected) < error_of(worse, expected) + 2**-9
+            assert error_of(requests.state[q + 1], state) < error_of(worse_state, state)
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_states_of_chunks(device, state_dtype):
+    """The states after each token do not depend on windows, leave the outputs as they are, and are those of a fold. The
+    one at the end of a chunk is the one that a window stores."""
+    count, end = 3, 40
+    requests = chunks(device, count, 8, state_dtype)
+    text = requests.draw([count * end])
+    plain, single, short = (same_layer(chunks(device, count, rows, state_dtype), requests) for rows in (8, 1, 1))
+    outputs, states = read_text(requests, text, end, stores_all=True)
+    assert same_bits(read_text(plain, text, end), outputs)
+    assert same_bits(read_text(single, text, end, stores_all=True)[1], states)
+    for each in (requests, plain):
+        each.fold()
+        assert same_bits(each.state[1:], states[:, -1])
+    for position in range(17):  # the last one stores
+        tokens = [q * end + position for q in range(count)]
+        short.kept.fill_(1)
+        short.run(rows_of(text, tokens, [1] * count))
+    assert same_bits(short.state[1:], states[:, 15])
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_chunks_across_a_boundary(device, state_dtype):
+    """A window crosses the end of a chunk and stores nothing. A fold of 16 rows to another slot, a longer one and the
+    next window have the bits of one text in windows of one token."""
+    requests = chunks(device, 2, 8, state_dtype)
+    text = requests.draw([2 * 22])
+    requests.slots[1] = 0  # slot 2 is a target
+    before = requests.state.clone()
+    single = same_layer(chunks(device, 2, 1, state_dtype), requests)
+    _, states = read_text(single, text, 22, stores_all=True)
+    at = 0
+    for length in (8, 5, 8):
+        requests.run(rows_of(text, [*range(at, at + length), 0], [length, 1]))
+        at += length
+        requests.kept.fill_(length)
+    assert same_bits(requests.state[1], before[1])
+    for rows in (16, 21, 7, 15, 17):
+        requests.fold_by(int32([[1, rows, 0, 2]], device))
+        assert same_bits(requests.state[2], states[0, rows - 1])
+    requests.run(rows_of(text, [21, 0], [1, 1]))
+    assert requests.plan[0].tolist() == [1, 21, 0, 1]
+    assert same_bits(requests.state[1], states[0, 15])
+
+
+@pytest.mark.parametrize("norm", [None, "silu"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_states_of_chunks_wherever_they_lie(device, state_dtype, norm):
+    requests = chunks(device, 3, 8, state_dtype)
+    window = requests.draw([4, 8, 5])
+    plan = int32([[1, 17, 3, 1], [2, 12, 20, 0], [0, 0, 0, 0]], device)
+    begun, records, expected = requests.state.clone(), [record.clone() for record in requests.records], None
+    for shift, gap, every_shift in ((0, 0, 0), (8, 64, 8), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        for record, old in zip(requests.records, records, strict=True):
+            record.copy_(old)
+        state, buffer = laid_out(begun, shift, gap)
+        every, every_buffer = laid_out(requests.states_of(window), every_shift, 0)
+        out = torch.full_like(window.gate, 7)
+        requests.verify(window, out, state=state, plan=plan, every=every, norm=norm)
+        found = state.clone(), every.clone(), out, *(record.clone() for record in requests.records)
+        expected = expected or found
+        assert all(map(same_bits, found, expected))
+        assert same_bits(buffer, laid_out(expected[0], shift, gap)[1])
+        assert same_bits(every_buffer, laid_out(expected[1], every_shift, 0)[1])
+    assert not same_bits(expected[0][1], begun[1])
+    assert same_bits(expected[0][2:], begun[2:])
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm": "silu", "all_states": True},
+        {"norm": "sigmoid", "use_qk_l2norm": False},
+        {"given_gates": True},
+        {"allow_neg_eigval": True, "gate_lower_bound": -5.0},
+    ],
+    ids=["silu", "without norms", "given", "bounded"],
+)
+def test_chunks_are_near_the_oracle(device, state_dtype, options):
+    """With every option: windows that store, that cross a boundary and that do neither, padding, and no tokens."""
+    planned = (Planned(2, 3, 16, 20), Planned(0, 2), Planned(4, 8, 12, 3), Planned(3, 0), Planned(1, 1, 23))
+    arguments = list(
+        verify(Heads(2, 4, 128, 128), planned, state_dtype, rows=8, ring_rows=23, chunk=CHUNK, **options)
+    )  # fmt: skip
+    plan = arguments[14]
+    plan[:, 3] = torch.where(plan[:, 1] < CHUNK, 0, plan[:, 3])
+    ours = [a.to(device, copy=True) if isinstance(a, torch.Tensor) else a for a in arguments]
+    ops.gated_delta_verify(*ours)
+    oracle.gated_delta_verify(*arguments)
+    loose = {"rtol": 2**-7, "atol": 2**-7}
+    close = {"rtol": 1e-4, "atol": 1e-5} if state_dtype == torch.float32 else loose
+    torch.testing.assert_close(ours[0].cpu(), arguments[0], **loose)
+    for mine, other in zip(ours[1:6], arguments[1:6], strict=True):
+        torch.testing.assert_close(mine[1:].cpu(), other[1:], **close)
+    assert torch.equal(ours[6].cpu(), arguments[6])
+    if options.get("all_states"):
+        torch.testing.assert_close(ours[-5].cpu(), arguments[-5], **close)
+
+
+def test_plans_that_split_a_chunk_are_skipped(device):
+    """Outside debug mode a request with an invalid plan writes nothing."""
+    requests = chunks(device, 2, 8, torch.float32)
+    before, window = requests.state.clone(), requests.draw([2, 3])
+    for row in ([1, 15, 0, 1], [1, 16, 0, 0], [1, 16, 0, 2]):
+        out = torch.full_like(window.gate, 7)
+        requests.verify(window, out, plan=int32([row, [0, 0, 0, 0]], device))
+        assert (out[:2] == 7).all()
+        assert not out[2:].any()
+    assert same_bits(requests.state[1:], before[1:])
+
+
+def test_chunks_of_half_inputs(device):
+    requests = chunks(device, 1, 4, torch.float32, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"gated_delta_verify: inputs must have dtype torch\.bfloat16 with chunk"):
+        requests.run(requests.draw([4]))
+
+
 # ---------------------------------------------------------------- items and blocks
 
 
@@ -682,15 +931,15 @@ def test_offsets_beyond_32_bits(device):
 # ---------------------------------------------------------------- graphs and streams
 
 
-@pytest.mark.parametrize("ring_rows", [0, 8])
+@pytest.mark.parametrize(("ring_rows", "chunk"), [(0, 0), (8, 0), (19, 16)], ids=["halves", "ring", "chunk"])
 @pytest.mark.parametrize("norm", [None, "silu"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-def test_window_in_a_cuda_graph(device, state_dtype, norm, ring_rows):
+def test_window_in_a_cuda_graph(device, state_dtype, norm, ring_rows, chunk):
     """Captured once, for the most tokens; every replay has other lengths, slots, padding, inputs and acceptance, and is
     compared with a run without a graph."""
     count, rows = 12, 4
-    captured = Requests(device, count, rows, state_dtype, ring_rows=ring_rows)
-    eager = Requests(device, count, rows, state_dtype, ring_rows=ring_rows)
+    captured = Requests(device, count, rows, state_dtype, ring_rows=ring_rows, chunk=chunk)
+    eager = Requests(device, count, rows, state_dtype, ring_rows=ring_rows, chunk=chunk)
     window = captured.draw([rows] * count)
     out = torch.zeros_like(window.gate)
 

@@ -88,7 +88,7 @@ nwor::dcp_local_seq_lens(Tensor seq_lens, Tensor(a!) local_seq_lens, int dcp_siz
     cp_interleave=1) -> ()
 nwor::plan_recurrent_window(Tensor(a!) plan, Tensor(b!) cursors, Tensor(c!) window_id, Tensor
     state_slots, Tensor query_start_loc, Tensor num_kept, int record_rows, Tensor? is_window=None,
-    Tensor(d!)? num_skipped=None, int ring_rows=0) -> ()
+    Tensor(d!)? num_skipped=None, int ring_rows=0, int chunk=0) -> ()
 nwor::plan_recurrent_fold(Tensor(a!) plan, Tensor(b!) cursors, Tensor source_slots, Tensor
     target_slots, Tensor num_rows, bool keep_source=False) -> ()
 nwor::gated_delta_verify(Tensor(a!) out, Tensor(b!) state, Tensor(c!) record_keys, Tensor(d!)
@@ -97,10 +97,10 @@ nwor::gated_delta_verify(Tensor(a!) out, Tensor(b!) state, Tensor(c!) record_key
     Tensor window_id, Tensor query_start_loc, float scale, float softplus_beta=1., float
     softplus_threshold=20., bool use_qk_l2norm=True, Tensor? gate=None, Tensor? norm_weight=None,
     float norm_eps=1.0000000000000001e-05, str gate_activation="silu", Tensor(h!)? all_states=None,
-    bool allow_neg_eigval=False, float? gate_lower_bound=None, int ring_rows=0) -> ()
+    bool allow_neg_eigval=False, float? gate_lower_bound=None, int ring_rows=0, int chunk=0) -> ()
 nwor::gated_delta_fold(Tensor(a!)[] states, Tensor[] record_keys, Tensor[] record_norms, Tensor[]
     record_decays, Tensor[] record_updates, Tensor(b!)[] layer_windows, Tensor plan, Tensor?
-    window_id=None) -> ()
+    window_id=None, int chunk=0) -> ()
 nwor::open_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
     draft_start_loc, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks, Tensor(b!)[]
     slot_mappings, Tensor(c!)[] block_tables, Tensor(d!) saved_slots, Tensor(e!) tail_pages, Tensor?

@@ -23,6 +23,7 @@ class Heads(NamedTuple):
 
 
 HEADS = Heads()
+CHUNK_HEADS = Heads(1, 2, 128, 128)  # of the chunk form
 
 
 @dataclasses.dataclass
@@ -186,6 +187,7 @@ def verify(
     given_gates: bool = False,
     ring_rows: int = 0,
     slots: int = 5,
+    chunk: int = 0,
 ) -> tuple[Any, ...]:
     """Return a window of a layer.
 
@@ -209,7 +211,7 @@ def verify(
     weight = surrounded(drawn(heads.value_width, seed=seed + 31).abs()) if norm else None
     every = torch.full((*value, heads.key_width), float(POISON), dtype=state_dtype) if all_states else None
     every = None if every is None else surrounded(every, edge=64)
-    return (*arguments, gate, weight, 1e-5, norm or "silu", every, allow_neg_eigval, gate_lower_bound, ring_rows)
+    return (*arguments, gate, weight, 1e-5, norm or "silu", every, allow_neg_eigval, gate_lower_bound, ring_rows, chunk)
 
 
 FOLDS = ((2, 2, 1, 2), (0, 0, 0, 0), (1, 0, 0, 3), (4, 3, 0, 4))  # in place, nothing, a copy, all rows
@@ -227,6 +229,7 @@ def fold(
     shift: int = 0,
     one_page: bool = True,
     ring_rows: int = 0,
+    chunk: int = 0,
 ) -> tuple[Any, ...]:
     """Return a fold. `ran`: the layers that ran in a cancelled window; None = a fold without a window."""
     made = [
@@ -237,6 +240,8 @@ def fold(
         made[index].layer_window.fill_(2**33 + 5)
     lists = tuple(list(tensors) for tensors in zip(*(layer.tensors for layer in made), strict=True))
     plan = surrounded(torch.tensor(folds, dtype=torch.int32).view(-1, 4))
+    if chunk:
+        return (*lists, plan, None if ran is None else int64(2**33 + 5), chunk)
     return (*lists, plan) if ran is None else (*lists, plan, int64(2**33 + 5))
 
 
@@ -250,6 +255,7 @@ def poisoned_plan(rows: int) -> Tensor:
 
 CURSORS: tuple[tuple[int, ...], ...] = ((0, 0), (3, 0), (2, 1), (0, 1), (1, 0), (0, 0))
 # Of rings of five rows with windows of three.
+CHUNK_CURSORS = ((0, 0, 0), (3, 6, 15), (2, 20, 14), (0, 1, 4), (1, 0, 3), (0, 0, 0))  # rings of 18 rows, chunks of 16
 RING_CURSORS = ((0, 0, 0), (3, 6, 2), (2, 1, 0), (0, 1, 4), (1, 0, 3), (0, 0, 0))
 
 
@@ -264,12 +270,13 @@ def window(
     wide_slots: bool = False,
     num_skipped: int | None = None,
     ring_rows: int = 0,
+    chunk: int = 0,
 ) -> tuple[Any, ...]:
     """Return a plan of `REQUESTS` and a prefill. `wide_slots`: the slots are a column of an int64 block table."""
     state_slots = int32(*slots)
     if wide_slots:
         state_slots = surrounded(torch.tensor([[slot, POISON] for slot in slots], dtype=torch.int64).view(-1, 2))[:, 0]
-    options = [None if num_skipped is None else int64(num_skipped), ring_rows]
+    options = [None if num_skipped is None else int64(num_skipped), ring_rows, chunk]
     return (
         poisoned_plan(plan_rows), cursors_of(*cursors), int64(2**33 + 5), state_slots, int32(*starts),
         int32(*num_kept), record_rows, None if is_window is None else flags(*is_window),
@@ -301,6 +308,7 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             window(is_window=None, wide_slots=True, starts=(0, 3, 5, 5, 6, 9, 9), num_skipped=7),
             window((), (0,), (), None, plan_rows=0),
             window(cursors=RING_CURSORS, ring_rows=5),
+            window(cursors=CHUNK_CURSORS, ring_rows=18, chunk=16),
         ],
         "plan_recurrent_fold": lambda: [
             fold_plan(),
@@ -316,6 +324,7 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             verify(per_channel=True, gate_lower_bound=-5.0, seed=4),
             verify(per_channel=True, given_gates=True, seed=5),
             verify(norm="silu", ring_rows=4),
+            verify(CHUNK_HEADS, (Planned(2, 3, 16, 1), Planned(0, 2), Planned(1, 2, 17)), ring_rows=18, chunk=16),
             verify(requests=nobody, all_states=True),
             verify(requests=(), extra_tokens=0),
         ],
@@ -325,6 +334,7 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             fold(3, state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True, ran=(1,), one_page=False),
             fold(1, Heads(2, 2, 96, 192), one_page=False),
             fold(ring_rows=4, one_page=False),
+            fold(1, CHUNK_HEADS, ((2, 17, 6, 2), (1, 3, 0, 3)), ring_rows=18, one_page=False, chunk=16),
             fold(folds=(), one_page=False),
         ],
     }

@@ -29,6 +29,7 @@ def plan_recurrent_window(
     is_window=None,
     num_skipped=None,
     ring_rows=0,
+    chunk=0,
 ) -> None:
     plan.zero_()
     starts = query_start_loc.tolist()
@@ -41,12 +42,13 @@ def plan_recurrent_window(
             cursors[slot, [0, *range(2, cursors.shape[1])]] = 0
             continue
         rows = sum(earlier) + (int(num_kept[request]) if pending else 0)
-        stores = not ring_rows or rows + tokens > ring_rows
+        stores = rows >= chunk if chunk else not ring_rows or rows + tokens > ring_rows
+        folded = chunk or rows
         plan[request] = torch.tensor([slot, rows, first, slot if stores else 0])
         if not ring_rows:
             cursors[slot] = torch.tensor([tokens, 1 - first])
         elif stores:
-            cursors[slot] = torch.tensor([tokens, (first + rows) % (ring_rows + record_rows), 0])
+            cursors[slot] = torch.tensor([tokens, (first + folded) % (ring_rows + record_rows), rows - folded])
         else:
             cursors[slot] = torch.tensor([tokens, first, rows])
     window_id += 1
@@ -102,14 +104,18 @@ def place_of(record_keys: Tensor, first: int, row: int) -> tuple[int, int, int]:
     return 0, (first + row) % rows, (first + row) % rows
 
 
-def reapplied(state, record_keys, record_norms, record_decays, record_updates, slot, rows, first, head) -> Tensor:
-    """Return the state [dv, dk] of one head with the first rows of a record applied."""
+def reapplied(
+    state, record_keys, record_norms, record_decays, record_updates, slot, rows, first, head, chunk=0
+) -> Tensor:
+    """Return the state [dv, dk] of one head with the first rows of a record applied. `chunk` rows are a chunk."""
     key_head = head // (state.shape[1] // record_keys.shape[3])
     h = state[slot, head].float()
     for number in range(rows):
         half, row, update_row = place_of(record_keys, first, number)
         key = record_keys[slot, half, row, key_head].float() * record_norms[slot, half, row, key_head]
         h = h * record_decays[slot, half, row, head] + record_updates[slot, update_row, head][:, None] * key[None, :]
+        if number + 1 == chunk:
+            h = h.to(state.dtype).float()
     return h
 
 
@@ -120,7 +126,7 @@ def gated_delta_verify(
     out, state, record_keys, record_norms, record_decays, record_updates, layer_window, q, k, v, a, b, A_log, dt_bias,
     plan, window_id, query_start_loc, scale, softplus_beta=1.0, softplus_threshold=20.0, use_qk_l2norm=True, gate=None,
     norm_weight=None, norm_eps=1e-5, gate_activation="silu", all_states=None, allow_neg_eigval=False,
-    gate_lower_bound=None, ring_rows=0,
+    gate_lower_bound=None, ring_rows=0, chunk=0,
 ) -> None:  # fmt: skip
     record = (record_keys, record_norms, record_decays, record_updates)
     starts = query_start_loc.tolist()
@@ -133,13 +139,18 @@ def gated_delta_verify(
             continue
         for head in range(state.shape[1]):
             key_head = head // (state.shape[1] // q.shape[1])
-            h = reapplied(state, *record, source, rows, first, head)
-            if target > 0:
+            h = reapplied(state, *record, source, rows, first, head, chunk)
+            if target > 0 and chunk:
+                state[target, head] = reapplied(state, *record, source, chunk, first, head)
+            elif target > 0:
                 state[target, head] = h
                 h = state[target, head].float()
+            behind = rows - chunk if chunk and target > 0 else rows  # rows of the chunk before the window
             slot = max(target, 0) or source
             next_first = (first + rows) % record_keys.shape[2] if ring_rows else 1 - first
             for token in range(begin, end):
+                if chunk and behind + token - begin == chunk:
+                    h = h.to(state.dtype).float()
                 half, row, update_row = place_of(record_keys, next_first, token - begin)
                 query, key = q[token, key_head].float(), k[token, key_head].float()
                 factor = torch.ones(())
@@ -169,7 +180,7 @@ def gated_delta_verify(
 
 
 def gated_delta_fold(
-    states, record_keys, record_norms, record_decays, record_updates, layer_windows, plan, window_id=None
+    states, record_keys, record_norms, record_decays, record_updates, layer_windows, plan, window_id=None, chunk=0
 ) -> None:
     for layer, state in enumerate(states):
         if window_id is not None and layer_windows[layer] == window_id:
@@ -179,6 +190,6 @@ def gated_delta_fold(
             if target <= 0:
                 continue
             for head in range(state.shape[1]):
-                state[target, head] = reapplied(state, *record, source, rows, first, head)
+                state[target, head] = reapplied(state, *record, source, rows, first, head, chunk)
         if window_id is not None and len(plan):
             layer_windows[layer].copy_(window_id)

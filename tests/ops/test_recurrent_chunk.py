@@ -1,0 +1,296 @@
+"""The chunk form of the recurrent ops: bits do not depend on windows, and errors against float64 are small.
+
+The kernel runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import samples_recurrent as samples
+import torch
+from recurrent_chunk import error_of, exact_run
+from samples_recurrent import Heads
+from tensors import int32, int64
+
+from nwor_ops import ops
+from nwor_ops.testing.oracle import recurrent as oracle
+
+CHUNK, WINDOW, RING = 16, 8, 23
+HEADS = Heads(1, 2, 128, 128)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+SCALE = HEADS.key_width**-0.5
+
+
+def inputs_of(tokens: int, heads: Heads = HEADS, seed: int = 0) -> samples.Inputs:
+    return samples.packed_inputs(tokens, heads, torch.float32, seed=seed)
+
+
+def rows_of(inputs: samples.Inputs, positions: list[int]) -> samples.Inputs:
+    """Return the inputs of these tokens."""
+    return inputs._replace(**{name: getattr(inputs, name)[positions] for name in ("q", "k", "v", "a", "b")})
+
+
+class Stream:
+    """A request in slot 1 that reads tokens in windows."""
+
+    def __init__(self, state_dtype: torch.dtype, heads: Heads = HEADS, *, module=ops) -> None:
+        self.layer = samples.make_layer(
+            heads, 4, WINDOW, state_dtype, torch.float32, ring_rows=RING, one_page=False
+        )  # fmt: skip
+        self.heads, self.module = heads, module
+        self.plan, self.cursors = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
+        self.window, self.kept = int64(0), 0
+
+    def read(self, inputs: samples.Inputs, kept: int, all_states: torch.Tensor | None = None) -> torch.Tensor:
+        """Run a window and return its outputs. `kept` of its tokens stay."""
+        tokens = inputs.q.shape[0]
+        starts = int32(0, tokens)
+        self.module.plan_recurrent_window(
+            self.plan, self.cursors, self.window, int32(1), starts, int32(self.kept), WINDOW, None, None, RING, CHUNK
+        )
+        out = torch.zeros(tokens, self.heads.value_heads, self.heads.value_width)
+        self.module.gated_delta_verify(
+            out, *self.layer.tensors, *inputs, self.plan, self.window, starts, SCALE, all_states=all_states,
+            ring_rows=RING, chunk=CHUNK,
+        )  # fmt: skip
+        self.kept = kept
+        return out
+
+    def read_all(self, inputs: samples.Inputs, cuts: list[tuple[int, int]], end: int) -> torch.Tensor:
+        """Read `end` tokens in windows of (tokens, tokens that stay). Rejected tokens are others than the text's."""
+        outputs, position, total = [], 0, inputs.q.shape[0]
+        for tokens, kept in cuts:
+            kept = min(kept, end - position)
+            wrong = [(7 * position + i) % total for i in range(tokens - kept)]
+            outputs.append(self.read(rows_of(inputs, [*range(position, position + kept), *wrong]), kept)[:kept])
+            position += kept
+            if position == end:
+                break
+        return torch.cat(outputs)
+
+    def folded(self, target: int) -> torch.Tensor:
+        """Fold the accepted rows into a slot and return its state. The rows stay pending in slot 1."""
+        plan = torch.zeros(1, 4, dtype=torch.int32)
+        self.module.plan_recurrent_fold(plan, self.cursors, int32(1), int32(target), int32(self.kept), True)
+        self.module.gated_delta_fold(*[[tensor] for tensor in self.layer.tensors], plan, chunk=CHUNK)
+        return self.layer.state[target]
+
+
+def exact_outputs(initial: torch.Tensor, inputs: samples.Inputs, rounds_to: torch.dtype | None = None) -> torch.Tensor:
+    return exact_run(initial, inputs, SCALE, rounds_to)[0]
+
+
+def random_cuts(seed: int, tokens: int) -> list[tuple[int, int]]:
+    draw = random.Random(seed)
+    sizes = [draw.randint(1, WINDOW) for _ in range(tokens)]
+    return [(size, draw.randint(1, size)) for size in sizes]
+
+
+# ---------------------------------------------------------------- plans
+
+
+def test_plan_by_hand():
+    """Windows of eight: the third finds a whole chunk, folds 16 rows and leaves the others pending."""
+    plan, cursors, window = torch.zeros(1, 4).int(), torch.zeros(2, 3).int(), int64(0)
+    shown = []
+    for kept in (0, 7, 8, 8, 5, 8):
+        arguments = (plan, cursors, window, int32(1), int32(0, 8), int32(kept), 8, None, None, RING, CHUNK)
+        twin = [argument.clone() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
+        ops.plan_recurrent_window(*arguments)
+        oracle.plan_recurrent_window(*twin)
+        assert torch.equal(plan, twin[0])
+        assert torch.equal(cursors, twin[1])
+        shown.append((plan[0].tolist(), cursors[1].tolist()))
+    assert shown == [
+        ([1, 0, 0, 0], [8, 0, 0]),
+        ([1, 7, 0, 0], [8, 0, 7]),
+        ([1, 15, 0, 0], [8, 0, 15]),
+        ([1, 23, 0, 1], [8, 16, 7]),
+        ([1, 12, 16, 0], [8, 16, 12]),
+        ([1, 20, 16, 1], [8, 1, 4]),
+    ]
+
+
+def test_a_cursor_past_its_chunk():
+    arguments = (torch.zeros(1, 4).int(), torch.tensor([[0, 0, 0], [2, 0, 16]]).int(), int64(0), int32(1), int32(0, 2))
+    with pytest.raises(ValueError, match=r"cursors.*15.*16"):
+        ops.plan_recurrent_window(*arguments, int32(1), 8, None, None, RING, CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ring", "chunk", "sentence"),
+    [
+        (8, 23, 8, "chunk must be 0 or 16, got 8"),
+        (8, 23, -1, "chunk must not be negative|chunk must be 0 or 16, got -1"),
+        (9, 23, 16, "chunk must be 0 with windows of more than 8 rows, got 16 with windows of 9"),
+        (8, 22, 16, "ring_rows must be at least 23 with chunk 16 and the 8 rows of a window, got 22"),
+        (1, 0, 16, "ring_rows must be at least 16 with chunk 16 and the 1 rows of a window, got 0"),
+    ],
+)
+def test_refused_chunks(rows, ring, chunk, sentence):
+    cursors = torch.zeros(2, 3 if ring else 2).int()
+    with pytest.raises(ValueError, match=f"plan_recurrent_window: ({sentence})"):
+        ops.plan_recurrent_window(
+            torch.zeros(1, 4).int(), cursors, int64(0), int32(1), int32(0, 1), int32(0), rows, None, None, ring, chunk
+        )
+
+
+# ---------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+def test_bits_do_not_depend_on_windows(state_dtype):
+    """Cut one text in many ways, with drafts and without. Each token keeps its bits, and so does the folded state."""
+    end, inputs = 70, inputs_of(80)
+    alone = Stream(state_dtype)
+    outputs = alone.read_all(inputs, [(1, 1)] * end, end)
+    state = alone.folded(2).clone()
+    for seed in range(12):
+        other = Stream(state_dtype)
+        assert torch.equal(other.read_all(inputs, random_cuts(seed, end), end), outputs), seed
+        assert torch.equal(other.folded(3), state), seed
+
+
+def test_bits_do_not_depend_on_folds_to_other_slots():
+    end, inputs = 60, inputs_of(60)
+    outputs = Stream(torch.bfloat16).read_all(inputs, [(3, 3)] * end, end)
+    stream = Stream(torch.bfloat16)
+    for begin in range(0, end, 3):
+        if begin:
+            stream.folded(2)
+        found = stream.read(rows_of(inputs, list(range(begin, begin + 3))), 3)
+        assert torch.equal(found, outputs[begin : begin + 3])
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+def test_states_across_a_boundary(state_dtype):
+    """A window crosses the end of a chunk and stores nothing. The next one stores the bits that it had there."""
+    inputs, stream = inputs_of(24), Stream(state_dtype)
+    before = stream.layer.state[1].clone()
+    stream.read(rows_of(inputs, list(range(8))), 8)
+    stream.read(rows_of(inputs, list(range(8, 13))), 5)
+    states = torch.zeros(8, *HEADS_STATE, dtype=state_dtype)
+    stream.read(rows_of(inputs, list(range(13, 21))), 8, states)
+    assert torch.equal(stream.layer.state[1], before)
+    assert torch.equal(stream.folded(2), states[7])
+    stream.read(rows_of(inputs, [21]), 1)
+    assert torch.equal(stream.layer.state[1], states[2])  # of token 15
+
+
+HEADS_STATE = (HEADS.value_heads, HEADS.value_width, HEADS.key_width)
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
+def test_oracle(state_dtype):
+    """The kernel and the oracle, which stores no weights, agree in every tensor up to rounding."""
+    inputs, ours, theirs = inputs_of(40), Stream(state_dtype), Stream(state_dtype, module=oracle)
+    cuts = [(5, 3), (8, 8), (8, 7), (3, 3), (8, 8), (2, 2)]
+    found, expected = (stream.read_all(inputs, cuts, 31) for stream in (ours, theirs))
+    loose = 1e-5 if state_dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=loose, atol=loose)
+    for name in ("state", "record_keys", "record_norms", "record_decays", "record_updates"):
+        mine, other = (getattr(stream.layer, name)[1].float() for stream in (ours, theirs))
+        torch.testing.assert_close(mine, other, rtol=loose, atol=loose, msg=name)
+    assert torch.equal(ours.plan, theirs.plan)
+    assert torch.equal(ours.cursors, theirs.cursors)
+
+
+def test_error_of_float32_states():
+    inputs, stream = inputs_of(512), Stream(torch.float32)
+    expected = exact_outputs(stream.layer.state[1], inputs)
+    outputs = stream.read_all(inputs, random_cuts(1, 512), 512)
+    assert error_of(outputs, expected) < 2e-6
+
+
+def test_error_of_bfloat16_states():
+    """A state is rounded once in 16 tokens. A scheme that rounds it after each token has the larger error."""
+    inputs, stream = inputs_of(512), Stream(torch.bfloat16)
+    initial = stream.layer.state[1].clone()
+    expected = exact_outputs(initial, inputs)
+    error = error_of(stream.read_all(inputs, random_cuts(1, 512), 512), expected)
+    assert error < error_of(exact_outputs(initial, inputs, torch.bfloat16), expected)
+
+
+def test_no_drift():
+    """After 100,000 tokens of slow decay the error is that of the first ones."""
+    heads, total, part = Heads(1, 1, 128, 128), 100_000, 2_000
+    inputs = inputs_of(total, heads)._replace(A_log=torch.full((1,), -6.0))
+    stream = Stream(torch.float32, heads)
+    expected = exact_outputs(stream.layer.state[1], inputs)
+    windows = range(0, total, WINDOW)
+    outputs = torch.cat([stream.read(rows_of(inputs, slice(i, i + WINDOW)), WINDOW) for i in windows])
+    assert error_of(outputs[:part], expected[:part]) < 2e-6
+    assert error_of(outputs[-part:], expected[-part:]) < 2e-6
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ((1, 15, 0, 1), "plan must have at least 16 rows to store with chunk, got 15 in row 0"),
+        ((1, 16, 0, 0), "plan must store a state with 16 rows or more with chunk, got 16 in row 0"),
+        ((1, 16, 0, 2), "plan must store in the slot 1 that it reads with chunk, got 2 in row 0"),
+    ],
+)
+def test_plans_that_split_a_chunk(row, sentence):
+    stream, inputs = Stream(torch.float32), inputs_of(1)
+    before = stream.layer.state.clone()
+    plan, out = torch.tensor([row]).int(), torch.zeros(1, HEADS.value_heads, HEADS.value_width)
+    with pytest.raises(ValueError, match=f"gated_delta_verify: {sentence}"):
+        ops.gated_delta_verify(
+            out, *stream.layer.tensors, *inputs, plan, int64(1), int32(0, 1), SCALE, ring_rows=RING, chunk=CHUNK
+        )
+    assert torch.equal(stream.layer.state[1:], before[1:])
+
+
+@pytest.mark.parametrize(
+    ("heads", "per_channel", "sentence"),
+    [
+        (Heads(1, 2, 64, 128), False, "state must be of value_width 128 and key_width 128 with chunk"),
+        (Heads(1, 2, 128, 64), False, "state must be of value_width 128 and key_width 128 with chunk"),
+        (HEADS, True, "record_decays must be of one decay per head with chunk"),
+    ],
+)
+def test_layers_without_a_chunk_form(heads, per_channel, sentence):
+    layer = samples.make_layer(heads, 4, WINDOW, dtype=torch.float32, per_channel=per_channel, ring_rows=RING)
+    inputs = samples.packed_inputs(1, heads, torch.float32, per_channel)
+    plan, out = torch.zeros(1, 4).int(), torch.zeros(1, heads.value_heads, heads.value_width)
+    with pytest.raises(ValueError, match=f"gated_delta_verify: {sentence}"):
+        ops.gated_delta_verify(
+            out, *layer.tensors, *inputs, plan, int64(1), int32(0, 1), SCALE, ring_rows=RING, chunk=CHUNK
+        )
+    with pytest.raises(ValueError, match=f"gated_delta_fold: {sentence}".replace("state ", r"states\[0\] ", 1)
+                       .replace("record_decays ", r"record_decays\[0\] ", 1)):  # fmt: skip
+        ops.gated_delta_fold(*[[tensor] for tensor in layer.tensors], plan, chunk=CHUNK)
+
+
+@pytest.mark.parametrize("ring", [0, 7])
+def test_fold_of_a_short_record(ring):
+    layer = samples.make_layer(HEADS, 4, WINDOW, dtype=torch.float32, ring_rows=ring, one_page=False)
+    with pytest.raises(ValueError, match=r"record_keys\[0\] must be a ring of more than 16 rows with chunk"):
+        ops.gated_delta_fold(*[[tensor] for tensor in layer.tensors], torch.zeros(1, 4).int(), chunk=CHUNK)
+
+
+def test_padding_and_the_last_slot():
+    """Padding gets zeros, and the last slot is a slot like any other."""
+    inputs, stream = inputs_of(5), Stream(torch.float32)
+    out = torch.full((5, HEADS.value_heads, HEADS.value_width), 77.0)
+    plan, cursors, window = torch.zeros(3, 4).int(), torch.zeros(4, 3).int(), int64(0)
+    slots, starts = int32(3, 0, 1), int32(0, 2, 4, 5)
+    ops.plan_recurrent_window(
+        plan, cursors, window, slots, starts, int32(0, 0, 0), WINDOW, None, None, RING, CHUNK
+    )  # fmt: skip
+    expected = exact_outputs(stream.layer.state[3], rows_of(inputs, [0, 1]))
+    ops.gated_delta_verify(
+        out, *stream.layer.tensors, *inputs, plan, window, starts, SCALE, ring_rows=RING, chunk=CHUNK
+    )  # fmt: skip
+    assert not out[2:4].any()
+    assert error_of(out[:2], expected) < 2e-6
+    assert error_of(out[4:], exact_outputs(stream.layer.state[1], rows_of(inputs, [4]))) < 2e-6
