@@ -19,8 +19,10 @@ _READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda/launch.h, nwor_ops/transac
 _MODES = ("off", *MODES)
 _ON_UNSUPPORTED = ("error", "vanilla")
 _ON_ERROR = ("continue", "stop")
-_SWITCHES = ("audit", "emit_metrics", "draft_graphs", "recurrent")
+_SWITCHES = ("audit", "emit_metrics", "draft_graphs")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+# True is the exact form. A form of its own is a string, so every form is true.
+_RECURRENT: dict[str, bool | str] = {**_BOOLEANS, "on": True, "exact": True, "off": False, "chunk": "chunk"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class NworConfig:
             scheduler's counters. It has no effect while the plugin is not active.
         draft_graphs: run a draft model from CUDA graphs; in the V1 runner also EAGLE and MTP. Independent of the mode.
         recurrent: keep one recurrent state per request instead of one per draft, for Gated DeltaNet and KDA layers.
-            Independent of the mode.
+            Independent of the mode. ``True`` or ``"exact"``: each token updates the state. ``"chunk"``: outputs come
+            from the state at the start of a chunk of 16 tokens, with tensor cores. It sets the rows of the ring.
         ring_rows: with ``recurrent``, the maximum number of accepted tokens that a record holds before their state is
             stored. At least the tokens of a window; both together are at most 32. 0 = every step stores.
     """
@@ -53,7 +56,7 @@ class NworConfig:
     on_error: str = "continue"
     emit_metrics: bool = True
     draft_graphs: bool = False
-    recurrent: bool = False
+    recurrent: bool | str = False
     ring_rows: int = 0
 
     def __post_init__(self) -> None:
@@ -65,11 +68,21 @@ class NworConfig:
                 raise ValueError(f"nwor: {name} must be true or false, got {getattr(self, name)!r}")
         if isinstance(self.ring_rows, bool) or not isinstance(self.ring_rows, int) or not 0 <= self.ring_rows <= 31:
             raise ValueError(f"nwor: ring_rows must be 0 to 31, got {self.ring_rows!r}")
+        object.__setattr__(self, "recurrent", _form(self.recurrent))
+        if self.chunk and self.ring_rows:
+            raise ValueError(
+                f"nwor: ring_rows must be 0 with recurrent=chunk, which sets the rows of the ring, got {self.ring_rows}"
+            )
 
     @property
     def wants_transaction(self) -> bool:
         """Whether the plugin attaches to the steps of the target model."""
         return self.mode != "off" or self.audit
+
+    @property
+    def chunk(self) -> bool:
+        """Whether the windows of recurrent layers have the chunk form."""
+        return self.recurrent == "chunk"
 
     @property
     def strict(self) -> bool:
@@ -100,6 +113,16 @@ class NworConfig:
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"nwor: {name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _form(recurrent: Any) -> bool | str:
+    """Return False, True for the exact form, or the name of another form."""
+    if isinstance(recurrent, bool):
+        return recurrent
+    found = _RECURRENT.get(recurrent.lower()) if isinstance(recurrent, str) else None
+    if found is None:
+        raise ValueError(f"nwor: recurrent must be true, false, off, exact or chunk, got {recurrent!r}")
+    return found
 
 
 def _known() -> tuple[str, ...]:
@@ -135,6 +158,10 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
             if value.lower() not in _BOOLEANS:
                 raise ValueError(f"nwor: {variable} must be 0 or 1, got {value!r}")
             settings[name] = _BOOLEANS[value.lower()]
+        elif name == "recurrent":
+            if value.lower() not in _RECURRENT:
+                raise ValueError(f"nwor: {variable} must be 0, 1, off, exact or chunk, got {value!r}")
+            settings[name] = _RECURRENT[value.lower()]
         elif name == "ring_rows":
             if not value.isdecimal():
                 raise ValueError(f"nwor: {variable} must be 0 to 31, got {value!r}")

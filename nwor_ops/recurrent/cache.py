@@ -15,7 +15,7 @@ from nwor_ops.validation import BoundToMemory
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_ROWS = 32  # kMostRecordRows in csrc/recurrent_plan.h
-_CHUNK, _MOST_CHUNK_WINDOW = 16, 8  # of the kernels of the chunk form
+CHUNK, MOST_CHUNK_WINDOW, CHUNK_WIDTH = 16, 8, 128  # of the kernels of the chunk form
 
 
 @dataclass(frozen=True)
@@ -252,23 +252,23 @@ def _check_ring(where: str, ring_rows: int, max_window: int) -> None:
 
 
 def _check_chunk(cache: RecurrentCache, per_channel: bool, max_window: int) -> None:
-    if cache.chunk != _CHUNK:
-        raise ValueError(f"RecurrentCache: chunk must be 0 or {_CHUNK}, got {cache.chunk}")
-    least = _CHUNK - 1 + max_window
+    if cache.chunk != CHUNK:
+        raise ValueError(f"RecurrentCache: chunk must be 0 or {CHUNK}, got {cache.chunk}")
+    least = CHUNK - 1 + max_window
     if cache.ring_rows < least:
         raise ValueError(
-            f"RecurrentCache: ring_rows must be at least {least} with chunk {_CHUNK} and windows of {max_window}, got "
+            f"RecurrentCache: ring_rows must be at least {least} with chunk {CHUNK} and windows of {max_window}, got "
             f"{cache.ring_rows}"
         )
-    if max_window > _MOST_CHUNK_WINDOW:
+    if max_window > MOST_CHUNK_WINDOW:
         raise ValueError(
-            f"RecurrentCache: max_window must be at most {_MOST_CHUNK_WINDOW} with chunk {_CHUNK}, got {max_window}"
+            f"RecurrentCache: max_window must be at most {MOST_CHUNK_WINDOW} with chunk {CHUNK}, got {max_window}"
         )
     if per_channel:
-        raise ValueError(f"RecurrentCache: per_channel must be False with chunk {_CHUNK}, got True")
+        raise ValueError(f"RecurrentCache: per_channel must be False with chunk {CHUNK}, got True")
     sizes = list(cache.state.shape[2:])
-    if sizes != [128, 128]:
-        raise ValueError(f"RecurrentCache: state must be [S, HV, 128, 128] with chunk {_CHUNK}, got heads of {sizes}")
+    if sizes != [CHUNK_WIDTH, CHUNK_WIDTH]:
+        raise ValueError(f"RecurrentCache: state must be [S, HV, 128, 128] with chunk {CHUNK}, got heads of {sizes}")
 
 
 def check_apart(method: str, caches: Mapping[str, RecurrentCache]) -> None:

@@ -246,7 +246,8 @@ def look(arguments: Sequence[str], cache_bytes: int | None = None, machine: Mach
 
 
 def _switched_on(feature: str, settings: NworConfig) -> bool:
-    return {DRAFT_GRAPHS: settings.draft_graphs, ONE_STATE: settings.recurrent}.get(feature, settings.mode == feature)
+    asked = {DRAFT_GRAPHS: settings.draft_graphs, ONE_STATE: bool(settings.recurrent)}
+    return asked.get(feature, settings.mode == feature)
 
 
 def _in_short(vllm_config: Any, settings: NworConfig) -> dict[str, Any]:
@@ -468,7 +469,8 @@ def _costs(
         return {}
     vanilla = _requests(vllm_config, layers)
     if feature == ONE_STATE:
-        return _fits(vanilla, _with_one_state(arguments, cache_bytes))
+        form = "chunk" if NworConfig.load(vllm_config.additional_config).chunk else "exact"
+        return _fits(vanilla, _with_one_state(arguments, cache_bytes, form))
     if feature == COW:
         from nwor_ops.vllm.runners.base import max_draft_tokens, undo_log_bytes
 
@@ -510,13 +512,13 @@ def _fits(vanilla: tuple[int, int | None], ours: tuple[int, int | None]) -> dict
     return found
 
 
-def _with_one_state(arguments: Sequence[str], cache_bytes: int | None) -> tuple[int, int | None]:
-    """Return the same as :func:`_requests` with one state per request, from a second configuration."""
+def _with_one_state(arguments: Sequence[str], cache_bytes: int | None, form: str) -> tuple[int, int | None]:
+    """Return the same as :func:`_requests` with one state per request in a form, from a second configuration."""
     from vllm.logger import init_logger
 
     from nwor_ops.vllm.recurrent.plugin import prepare
 
-    with _environment({"VLLM_NWOR_RECURRENT": "1", SWITCH: "on"}):
+    with _environment({"VLLM_NWOR_RECURRENT": form, SWITCH: "on"}):
         vllm_config = configure(arguments)
         prepare(vllm_config, init_logger("vllm.plugins.nwor_ops"))
         return _requests(vllm_config, _Layers.of(vllm_config, cache_bytes))

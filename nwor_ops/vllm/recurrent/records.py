@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
-from nwor_ops.recurrent.cache import RecurrentCache
+from nwor_ops.recurrent.cache import CHUNK, RecurrentCache
 
 # KDA models whose configuration names sizes as Gated DeltaNet models do. (Others have a `linear_attn_config`.)
 PER_CHANNEL = ("AliceAIForCausalLM",)
@@ -33,6 +33,7 @@ class RecordGeometry:
         key_dtype: dtype of the keys.
         per_channel: whether each channel of a key has a decay (KDA). If False, each head has one.
         ring_rows: the maximum number of accepted rows in a ring, or 0 for records without a ring.
+        chunk: rows that a store folds in the chunk form, or 0 for the exact form.
     """
 
     rows: int
@@ -43,12 +44,15 @@ class RecordGeometry:
     key_dtype: torch.dtype
     per_channel: bool = False
     ring_rows: int = 0
+    chunk: int = 0
 
     @classmethod
     def of(cls, vllm_config: Any) -> RecordGeometry:
         """Return the geometry of an engine's recurrent layers, from its configuration."""
-        ring_rows = NworConfig.load(vllm_config.additional_config).ring_rows
-        return dataclasses.replace(cls._without_ring(vllm_config), ring_rows=ring_rows)
+        config, found = NworConfig.load(vllm_config.additional_config), cls._without_ring(vllm_config)
+        if config.chunk:  # rows of a chunk that is not complete, and those of the window before
+            return dataclasses.replace(found, ring_rows=CHUNK - 1 + found.rows, chunk=CHUNK)
+        return dataclasses.replace(found, ring_rows=config.ring_rows)
 
     @classmethod
     def _without_ring(cls, vllm_config: Any) -> RecordGeometry:
@@ -115,4 +119,4 @@ class RecordGeometry:
             found[f"record_{name}"] = pages[:, offset : offset + size].view(dtype).view(-1, *shape)
             offset += size
         keys, norms, decays, updates = (found[f"record_{name}"] for name in ("keys", "norms", "decays", "updates"))
-        return RecurrentCache(state, keys, norms, decays, updates, self.ring_rows)
+        return RecurrentCache(state, keys, norms, decays, updates, self.ring_rows, self.chunk)

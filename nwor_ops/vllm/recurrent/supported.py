@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from nwor_ops.config import NworConfig
+from nwor_ops.recurrent.cache import CHUNK_WIDTH, MOST_CHUNK_WINDOW
 from nwor_ops.vllm.hooks import Hook, check_library, check_vllm
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.support.connectors import connectors_of
-from nwor_ops.vllm.support.features import KEY_WIDTHS, ONE_STATE, VALUE_WIDTHS
-from nwor_ops.vllm.support.refusals import STATE, STATE_CONNECTOR, TAKEN_CLASS, Unsupported, check_engine
+from nwor_ops.vllm.support.features import CHUNK_CAPABILITIES, KEY_WIDTHS, ONE_STATE, VALUE_WIDTHS
+from nwor_ops.vllm.support.refusals import (
+    CHUNK_FORM,
+    STATE,
+    STATE_CONNECTOR,
+    TAKEN_CLASS,
+    Unsupported,
+    check_engine,
+)
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 
@@ -279,15 +287,43 @@ def check_one_state(geometry: Any, state_dtype: Any) -> None:
             raise STATE.because(what=f"heads of {what} are {width} wide, not one of {known}")
     if geometry.rows > 32:
         raise STATE.because(what=f"windows have {geometry.rows} tokens, more than 32")
-    if geometry.ring_rows and not geometry.rows <= geometry.ring_rows <= 32 - geometry.rows:
+    if geometry.ring_rows and not geometry.chunk and not geometry.rows <= geometry.ring_rows <= 32 - geometry.rows:
         limits = f"it must be {geometry.rows} (the tokens of a window) to {32 - geometry.rows}, or 0"
         raise STATE.because(what=f"ring_rows is {geometry.ring_rows}: {limits}")
     if str(state_dtype) not in ("torch.float32", "torch.bfloat16"):
         raise STATE.because(what=f"states are {state_dtype}: set mamba_ssm_cache_dtype to float32 or bfloat16")
-    if geometry.ring_rows and str(state_dtype) != "torch.float32":
+    if geometry.ring_rows and not geometry.chunk and str(state_dtype) != "torch.float32":
         raise STATE.because(what=f"ring_rows needs float32 states, and these are {state_dtype}")
     if str(geometry.key_dtype) not in ("torch.float16", "torch.bfloat16"):
         raise STATE.because(what=f"keys are {geometry.key_dtype}")
+
+
+def check_chunk(vllm_config: Any, geometry: Any, capability: Any) -> None:
+    """Check that the kernels of the chunk form support an engine. Call it only for an engine with this form.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        geometry: a :class:`~nwor_ops.vllm.recurrent.records.RecordGeometry`.
+        capability: compute capability of the GPU, a pair of numbers. None: this machine has no GPU.
+    """
+    if geometry.per_channel:
+        raise CHUNK_FORM.because(what="each channel of a key has a decay (KDA), and the kernel needs one per head")
+    for what, width in (("keys", geometry.key_width), ("values", geometry.value_width)):
+        if width != CHUNK_WIDTH:
+            raise CHUNK_FORM.because(what=f"heads of {what} are {width} wide, not {CHUNK_WIDTH}")
+    if geometry.rows > MOST_CHUNK_WINDOW:
+        raise CHUNK_FORM.because(what=f"windows have {geometry.rows} tokens, more than {MOST_CHUNK_WINDOW}")
+    if str(geometry.key_dtype) != "torch.bfloat16":
+        raise CHUNK_FORM.because(what=f"the model's dtype is {geometry.key_dtype}, not torch.bfloat16")
+    if capability is not None and tuple(capability) not in CHUNK_CAPABILITIES:
+        raise CHUNK_FORM.because(what=f"the GPU has compute capability {'.'.join(map(str, capability))}")
+    cache = vllm_config.cache_config
+    sizes = {"prefix_match_unit": getattr(cache, "prefix_match_unit", None)}
+    if cache.mamba_cache_mode == "align":
+        sizes["blocks of recurrent states"] = getattr(cache, "mamba_block_size", None)
+    for what, size in sizes.items():
+        if size and size % geometry.chunk:
+            raise CHUNK_FORM.because(what=f"{what}: {size} tokens, not a multiple of {geometry.chunk}")
 
 
 def check_registered(registered: type | None, layer: str, ours: str) -> None:
@@ -339,6 +375,14 @@ def _state_dtype(vllm_config: Any) -> Any:
     )[1]
 
 
+def _capability() -> tuple[int, int] | None:
+    """Return the compute capability of this machine's GPU, or None without one. It does not initialize CUDA."""
+    from vllm.platforms import current_platform
+
+    found = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    return None if found is None else (found.major, found.minor)
+
+
 def _registered(kind: LayerKind) -> type | None:
     """Return the class that vLLM's registry holds for the layer, or None."""
     from vllm.model_executor.custom_op import op_registry_oot
@@ -356,6 +400,8 @@ def checks_of(vllm_config: Any) -> Iterator[Callable[[], None]]:
     yield lambda: check_engine(vllm_config, vllm_config.device_config.device_type, ONE_STATE)
     yield lambda: check_state_connectors(vllm_config)
     yield lambda: check_one_state(RecordGeometry.of(vllm_config), _state_dtype(vllm_config))
+    if NworConfig.load(vllm_config.additional_config).chunk:
+        yield lambda: check_chunk(vllm_config, RecordGeometry.of(vllm_config), _capability())
     yield lambda: check_registered(_registered(kind), kind.name, kind.ours)
     yield lambda: _check_connector_hooks(vllm_config)
 
@@ -378,4 +424,4 @@ def problem_of(vllm_config: Any) -> str | None:
 
 def has_one_state(vllm_config: Any) -> bool:
     """Return whether this configuration asks for one state per request and supports it."""
-    return NworConfig.load(vllm_config.additional_config).recurrent and problem_of(vllm_config) is None
+    return bool(NworConfig.load(vllm_config.additional_config).recurrent) and problem_of(vllm_config) is None

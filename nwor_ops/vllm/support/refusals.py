@@ -14,6 +14,7 @@ from typing import Any
 from nwor_ops.transaction.manager import MODES
 from nwor_ops.vllm.support.features import (
     CACHE_SPECS,
+    CHUNK_CAPABILITIES,
     DEVICES,
     DRAFT_BACK_ENDS,
     DRAFT_GRAPHS,
@@ -235,6 +236,13 @@ STATE = Refusal(
     one_state="the kernel does not support them",
     message="one state per request: {what}",
     change='--mamba-ssm-cache-dtype, "num_speculative_tokens" in --speculative-config')
+CHUNK_FORM = Refusal(
+    "`VLLM_NWOR_RECURRENT=chunk` with a decay per channel (KDA), heads other than 128 wide, another `dtype` than "
+    "bfloat16, windows of more than 8 tokens, GPUs of another compute capability than "
+    f"{', '.join(f'{major}.{minor}' for major, minor in CHUNK_CAPABILITIES)}, blocks that are no multiple of 16",
+    one_state="the kernel of the chunk form does not support them",
+    message="VLLM_NWOR_RECURRENT=chunk: {what}; VLLM_NWOR_RECURRENT=exact supports it",
+    change="VLLM_NWOR_RECURRENT=exact")
 GRAPH_MODE = Refusal(
     "decode batches of the target that do not run from FULL graphs (`enforce_eager`, PIECEWISE)",
     draft_graphs="the drafter runs graphs only if the target does",
@@ -343,6 +351,7 @@ REFUSALS = (
         change="--attention-config"),
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, OTHER_SIZE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER,
     SPLIT_BLOCKS, COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, TAKEN_CLASS, STATE,
+    CHUNK_FORM,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
             draft_graphs="TRITON_MLA, FlashMLA and CUTLASS MLA treat the first pass as a prompt, whose context vLLM "
             "0.33 bounds on the host; FLASH_ATTN_MLA, with a graph per step, stopped with an illegal memory access; "
