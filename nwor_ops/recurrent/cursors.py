@@ -88,6 +88,33 @@ class Cursors(BoundToMemory):
         self.table[slots] = cursors
         return taken
 
+    def begin_chunk(self, slots: Tensor, positions: Tensor) -> None:
+        """Let slots with nothing pending begin in the middle of a chunk, as if its earlier rows were pending.
+
+        The caller has filled the records with rows that change nothing.
+
+        Args:
+            slots: int64 ``[E]``; 0 = skip this entry.
+            positions: integers ``[E]``: number of tokens in each state.
+        """
+        rows = torch.zeros(slots.shape[0], 3, dtype=torch.int32, device=slots.device)
+        rows[:, 1] = self.table[slots, 1]
+        rows[:, 2] = positions % self.chunk * (slots > 0)
+        self.table[slots] = rows
+
+    def move(self, sources: Tensor, targets: Tensor, num_kept: Tensor) -> None:
+        """Move the pending rows of slots whose records were copied. Nothing is pending in the sources afterwards.
+
+        Args:
+            sources, targets: int64 ``[E]``; 0 = skip this entry. The cursors are those of a ring.
+            num_kept: int32 ``[E]``: tokens of the last window that stay. All moved rows are accepted.
+        """
+        rows = self.table[sources]
+        rows[:, 2] += torch.minimum(rows[:, 0], num_kept)
+        rows[:, 0] = 0
+        self.drop(sources)
+        self.table[targets] = rows
+
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy cursors, for records that are copied from slot to slot. Both arguments are int64 ``[E]``."""
         self.table[targets] = self.table[sources]

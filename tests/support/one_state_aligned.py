@@ -26,7 +26,18 @@ from typing import Any
 
 import one_state_layers
 import torch
-from one_state_layers import CLOSE, GROUPS, Batch, K, Side, configuration, normal_inputs, prepare_vllm, weights_of
+from one_state_layers import (
+    CLOSE,
+    GROUPS,
+    Batch,
+    K,
+    Side,
+    check_chunks,
+    configuration,
+    normal_inputs,
+    prepare_vllm,
+    weights_of,
+)
 from torch import Tensor
 
 ROWS, COLUMNS = 4, 9
@@ -356,13 +367,13 @@ class Scheduler:
         return bool(valid)
 
 
-def run(checkpoints: bool, most_drafts: int, ring_rows: int) -> dict[str, Any]:
+def run(checkpoints: bool, most_drafts: int, ring_rows: int, chunk: bool) -> dict[str, Any]:
     from nwor_ops.vllm.recurrent.audit import StateAudit
 
     chance, generator = random.Random(11), torch.Generator().manual_seed(11)
     one_state_layers.ROWS, one_state_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + most_drafts)
-    config = configuration(False, torch.float32, drafts=most_drafts, ring_rows=ring_rows)
-    block = 64 if checkpoints and HAS_PLAN else 8
+    config = configuration(False, torch.float32, drafts=most_drafts, ring_rows=ring_rows, chunk=chunk)
+    block = 64 if checkpoints and HAS_PLAN else 16 if chunk else 8
     for name in ("mamba_block_size", "hash_block_size", "cache_hit_alignment_tokens"):
         setattr(config.cache_config, name, block)
     config.cache_config.mamba_cache_mode = "align"
@@ -412,6 +423,9 @@ def run(checkpoints: bool, most_drafts: int, ring_rows: int) -> dict[str, Any]:
             batch = Batch([(state, *what[1:]) for state, what in zip(states, scheduled, strict=True)], padded=False)
             inputs = inputs or normal_inputs(generator, batch.tokens)
             outputs.append(side.step(batch, rows, inputs))
+        if chunk and any(drafts >= 0 for *_, drafts in scheduled):
+            plans = [builder.plan for builder in sides[1].builders]
+            check_chunks(plans, [int(sides[1].computed[row]) for row, _, drafts in scheduled if drafts >= 0])
         audit.forwarded("after the forward")
         for theirs, mine in zip(*outputs, strict=True):
             difference = (theirs.float() - mine.float()).abs() / (1 + theirs.float().abs())
@@ -437,6 +451,8 @@ def run(checkpoints: bool, most_drafts: int, ring_rows: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if any("-chunk" in case for case in sys.argv):
+        one_state_layers.use_wide_heads()
     prepare_vllm()
     prepare_copies()
     for case in sys.argv[1:] or ("aligned", "aligned-nodrafts", "checkpoints"):
@@ -444,4 +460,5 @@ if __name__ == "__main__":
         if checkpoints:
             prepare_checkpoints()
         drafts = 0 if case.endswith("nodrafts") else K
-        print(case, json.dumps(run(checkpoints, drafts, drafts + 5 if "-ring" in case else 0)), flush=True)
+        said = run(checkpoints, drafts, drafts + 5 if "-ring" in case else 0, "-chunk" in case)
+        print(case, json.dumps(said), flush=True)

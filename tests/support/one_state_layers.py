@@ -40,6 +40,7 @@ def configuration(
     sizes: dict[str, Any] | None = None,
     drafts: int = K,
     ring_rows: int = 0,
+    chunk: bool = False,
 ) -> Any:
     """Return the parts of a configuration that builders and layers read. Each of several ranks has the heads above."""
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -50,7 +51,7 @@ def configuration(
         "linear_value_head_dim": WIDTH,
     }
     return SimpleNamespace(
-        additional_config={"nwor": {"ring_rows": ring_rows}},
+        additional_config={"nwor": {"recurrent": "chunk"} if chunk else {"ring_rows": ring_rows}},
         num_speculative_tokens=drafts,
         num_hash_lookahead_tokens=0,
         use_v2_model_runner=True,
@@ -183,7 +184,8 @@ class Side:
         for builder in self.builders:  # as on a GPU
             builder.supports_update_block_table = True
         if one_state:
-            cursors = Cursors(BLOCKS, device, self.layers[0].geometry.ring_rows)
+            geometry = self.layers[0].geometry
+            cursors = Cursors(BLOCKS, device, geometry.ring_rows, geometry.chunk)
             self.skipped = cursors.skipped
             self.skipped.copy()  # no second copy, because there are only a few per second
             self.skipped.PERIOD = float("inf")
@@ -387,12 +389,13 @@ def run(
     steps: int = STEPS,
     most_drafts: int = K,
     ring_rows: int = 0,
+    chunk: bool = False,
 ) -> dict[str, Any]:
     """Run both engines on the same batches. Another model needs its sizes, layers, weights and inputs."""
     from nwor_ops.vllm.recurrent.audit import StateAudit
 
     chance, generator = random.Random(7), torch.Generator().manual_seed(7)
-    config = configuration(full_graphs, state, ranks, sizes, most_drafts, ring_rows)
+    config = configuration(full_graphs, state, ranks, sizes, most_drafts, ring_rows, chunk)
     weights = weights_of(generator)
     sides = [side(config, one_state, fused_norm, weights) for one_state in (False, True)]
     audit = StateAudit(sides[1].builders)
@@ -424,6 +427,9 @@ def run(
         if windows:
             plans = [row for builder in sides[1].builders for row in builder.plan.tolist()]
             said["not_stored"] += sum(source > 0 and target == 0 for source, _, _, target in plans)
+            if chunk:  # chunks end at multiples of 16 tokens
+                check_chunks([builder.plan for builder in sides[1].builders],
+                             [request.computed for request, _, drafts in scheduled if drafts >= 0])  # fmt: skip
         for theirs, mine in zip(*outputs, strict=True):
             real = slice(0, batch.real_tokens)
             difference = (theirs[real].float() - mine[real].float()).abs() / (1 + theirs[real].float().abs())
@@ -444,6 +450,18 @@ def run(
                     requests.append(Request(request.computed, sides))
                     said["preempted"] += 1
     return said | audit.summary()
+
+
+def check_chunks(plans: list[Tensor], computed: list[int]) -> None:
+    """Check that the rows before each window began at a multiple of 16 tokens.
+
+    Args:
+        plans: the plan of each group.
+        computed: tokens of each request with a window, before the window.
+    """
+    for plan in plans:
+        rows = plan[: len(computed), 1].tolist()
+        assert [count % 16 for count in rows] == [tokens % 16 for tokens in computed]
 
 
 class WholeHeads:
@@ -507,7 +525,17 @@ def prepare_vllm() -> None:
     qwen.vllm_layer.supports_fused_mtp_decode = lambda: True
 
 
+def use_wide_heads() -> None:
+    """Use the only width of heads that the chunk form has. Call it before :func:`prepare_vllm`."""
+    global WIDTH, DIMENSION
+    WIDTH = 128
+    DIMENSION = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
+    Side.output = (VALUE_HEADS, WIDTH)
+
+
 def main() -> None:
+    if any("-chunk" in name for name in sys.argv):
+        use_wide_heads()
     prepare_vllm()
     cases: dict[str, tuple[Any, ...]] = {
         "plain": (False, False, torch.float32),
@@ -519,11 +547,15 @@ def main() -> None:
         "plain-ring": (False, False, torch.float32, 2),
         "fused-norm-graphs-ring": (True, True, torch.float32),
         "plain-graphs-ring-nodrafts": (False, True, torch.float32),
+        "plain-chunk": (False, False, torch.float32, 2),
+        "fused-norm-graphs-chunk": (True, True, torch.float32),
+        "plain-graphs-chunk-nodrafts": (False, True, torch.float32),
     }
     for name in sys.argv[1:] or cases:
         drafts = 0 if name.endswith("nodrafts") else K
         ring_rows = drafts + 5 if "-ring" in name else 0
-        print(name, json.dumps(run(*cases[name], most_drafts=drafts, ring_rows=ring_rows)), flush=True)
+        said = run(*cases[name], most_drafts=drafts, ring_rows=ring_rows, chunk="-chunk" in name)
+        print(name, json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

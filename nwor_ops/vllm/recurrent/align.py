@@ -9,12 +9,17 @@ In mode ``align``, a request's state is in the block of its last token in the st
 With K + 1 states, such a copy takes the state of the right token. With one state, it is a fold: pending rows are
 applied, and the result is stored in the target block. So a state in the prefix cache never has rows pending.
 
+In the chunk form, a fold at any other token than the last of a chunk would change bits. So before a step the state
+moves with its pending rows: vLLM's kernel copies state and record, and the rows stay pending. After a step, the folded
+token is the last one of a block, and so of a chunk.
+
 vLLM still copies the rows of the convolution: its context keeps only those. Nothing is launched if no request of a step
 can be at the end of a block, as far as the host knows.
 """
 
 from __future__ import annotations
 
+import copy as copies
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +67,7 @@ class AlignedStates:
         self._may_cross = True
         self.audit: StateAudit | None = None
         is_conv = context.state_conv_widths > 0
+        self._pages = _pages_of(context, [group for group, _ in groups]) if groups[0][0].cursors.chunk else None
         for name in PER_STATE:
             setattr(context, name, getattr(context, name)[is_conv].contiguous())
         context.num_states = int(is_conv.sum())
@@ -93,6 +99,11 @@ class AlignedStates:
             requests = idx_mapping[:num_reqs].long()
             source, target = src_col_gpu[requests], state_idx_gpu[requests]
             moves = (source >= 0) & (source != target)
+            if self._pages is not None:
+                whole = torch.zeros_like(token_bias_gpu)
+                self._pages.run_fused_precopy(num_reqs, state_idx_gpu, src_col_gpu, whole, idx_mapping)
+                self._move(requests, source, target, moves, token_bias_gpu[requests] + 1)
+                return
             self._fold(requests, source, target, moves, token_bias_gpu[requests] + 1, keep_source=False)
 
     def run_fused_postprocess_align(
@@ -121,6 +132,15 @@ class AlignedStates:
         rows = full - first + 1
         self._fold(requests, state_idx_gpu[requests], target, full >= first, rows, keep_source=True)
 
+    def _move(self, requests: Tensor, source: Tensor, target: Tensor, moves: Tensor, kept: Tensor) -> None:
+        """Move the cursors of states that were copied with their records. Arguments are those of :meth:`_fold`."""
+        source, target = source.clamp(min=0).long(), target.clamp(min=0).long()
+        for group, table in self._groups:
+            sources, targets = table[requests, source] * moves, table[requests, target] * moves
+            group.cursors.move(sources.long(), targets.long(), kept)
+            if self.audit is not None:
+                self.audit.moved(group, sources.tolist(), targets.tolist())
+
     def _fold(
         self, requests: Tensor, source: Tensor, target: Tensor, moves: Tensor, rows: Tensor, keep_source: bool
     ) -> None:
@@ -139,3 +159,38 @@ class AlignedStates:
             group.fold(self._plan, sources, targets, rows, keep_source)
             if self.audit is not None:
                 self.audit.folded(group, self._plan[: sources.shape[0]])
+
+
+def _pages_of(context: Any, groups: Sequence[GroupLayers]) -> Any:
+    """Return a copy of vLLM's context that copies states and records, and no rows of the convolution.
+
+    Args:
+        context: vLLM's context with all of its states.
+        groups: the layers of each group.
+    """
+    numbers = dict(zip(context.state_base_addrs.tolist(), context.state_group_indices.tolist(), strict=True))
+    values: dict[str, list[int]] = {name: [] for name in PER_STATE}
+    for group in groups:
+        for layer in group.layers.values():
+            cache = layer.recurrent_cache
+            number = numbers[_as_int64(cache.state.data_ptr())]
+            for tensor in (cache.state, *cache.records):
+                size = tensor.element_size()
+                found = {
+                    "state_base_addrs": _as_int64(tensor.data_ptr()),
+                    "state_block_strides": tensor.stride(0) * size,
+                    "state_elem_sizes": size,
+                    "state_inner_sizes": tensor[0].numel(),
+                    "state_group_indices": number,
+                }
+                for name, of_all in values.items():
+                    of_all.append(found.get(name, 0))  # widths and rows are of convolutions
+    pages = copies.copy(context)
+    for name, of_all in values.items():
+        setattr(pages, name, torch.tensor(of_all).to(getattr(context, name)))
+    pages.num_states = len(values["state_base_addrs"])
+    return pages
+
+
+def _as_int64(address: int) -> int:
+    return address - 2**64 if address >= 2**63 else address

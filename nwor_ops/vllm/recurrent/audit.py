@@ -5,6 +5,10 @@ stores it. The next window of the request first applies the accepted rows. The r
 returned for the last accepted token, so nothing else may have changed it in between. With a ring, most windows do not
 store it. The audit then folds the pending rows into a copy of the state and compares that.
 
+In the chunk form, a store applies one chunk, and the rows behind it stay pending. The audit compares both. It also runs
+each window again in windows of one token, from the stored state: outputs and records must have the same bits
+(:mod:`.replay`).
+
 vLLM also writes checkpoints: FlashInfer's prefill stores a state from the middle of a prompt in a separate block. Such
 a block must hold that state with nothing pending, both now and when a later request starts from it.
 """
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
+from nwor_ops.vllm.recurrent.replay import bytes_of, windows_of
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.audit.undo import AuditError
 
@@ -34,7 +39,8 @@ class StateAudit(StepListener):
 
     def __init__(self, builders: Sequence[Any]) -> None:
         self._builders = builders
-        self._kept: dict[tuple[str, int], Tensor] = {}  # by layer and block: the state after each pending row
+        # By layer and block: the state after each pending row. None: the row changes nothing (begin_chunk).
+        self._kept: dict[tuple[str, int], list[Tensor | None]] = {}
         self._exported: dict[tuple[str, int], Tensor] = {}  # by layer and block: the state of a checkpoint
         self._counts = Counter(
             steps=0,
@@ -58,6 +64,7 @@ class StateAudit(StepListener):
           its last token.
         - ``checkpoints``, ``checkpoint_hits``: checkpoints that vLLM exported, and requests that began from one. Both
           count once for each layer.
+        - ``tokens_replayed``: only in the chunk form: tokens that ran again, once for each layer.
         """
         return dict(self._counts)
 
@@ -84,14 +91,26 @@ class StateAudit(StepListener):
                         f"the count of its accepted tokens, or its cursor ({rows} rows {where}), is invalid"
                     )
                 if source:
-                    names = builder.group.layers
-                    pending = {} if target else {name: self._kept.get((name, source)) for name in names}
-                    self._compare(builder.group, row)
+                    names, chunk = builder.group.layers, builder.group.cursors.chunk
+                    folded = (chunk or rows) if target else 0
+                    pending = {name: self._kept.get((name, source), [])[folded:rows] for name in names}
+                    self._compare(builder.group, [source, folded, row[2], target] if folded else row)
                     for name, layer in names.items():
-                        states, earlier = layer.all_states[start:end].clone(), pending.get(name)
-                        self._kept[name, source] = states if earlier is None else torch.cat((earlier[:rows], states))
+                        self._kept[name, source] = [*pending[name], *layer.all_states[start:end].clone()]
+                    if folded and folded < rows:  # the rows behind the chunk
+                        ring = _ring_of(builder.group)
+                        self._compare(builder.group, [source, rows - folded, (row[2] + folded) % ring, 0], keep=True)
                     self._counts["windows"] += 1
                     self._counts["rows_reapplied"] += rows
+            self._replay(builder, plan, starts)
+
+    def _replay(self, builder: Any, plan: list[list[int]], starts: list[int]) -> None:
+        cursors = builder.group.cursors
+        if not cursors.chunk:
+            return
+        windows = windows_of(plan, starts, cursors.chunk, _ring_of(builder.group))
+        for layer in builder.group.layers.values() if windows else ():
+            self._counts["tokens_replayed"] += layer.replay.compare(windows)
 
     def folded(self, group: Any, plan: Tensor, counted: str = "folds") -> None:
         """Compare the targets of a fold. A fold of zero rows is a copy.
@@ -133,7 +152,7 @@ class StateAudit(StepListener):
                     f"rows of another window are pending"
                 )
             wanted = emitted[place].to(states.dtype)
-            if differ := int((_bytes(states[block]) != _bytes(wanted)).sum()):
+            if differ := int((bytes_of(states[block]) != bytes_of(wanted)).sum()):
                 raise AuditError(
                     f"nwor audit: the checkpoint of layer {layer.prefix} in block {block} is not the state that the "
                     f"prefill computed after {offset} tokens: {differ} bytes differ"
@@ -156,12 +175,30 @@ class StateAudit(StepListener):
 
     def copied(self, copies: Iterable[tuple[int, int]]) -> None:
         """Follow copies of whole blocks, given as (source, target)."""
+        tables: tuple[dict[tuple[str, int], Any], ...] = (self._kept, self._exported)
         for source, target in copies:
             for name in self._names():
-                for known in (self._kept, self._exported):
+                for known in tables:
                     known.pop((name, target), None)
                     if (name, source) in known:
                         known[name, target] = known[name, source]
+
+    def moved(self, group: Any, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """Follow states that moved to another block with their pending rows. 0: no move."""
+        for source, target in zip(sources, targets, strict=True):
+            if not source or not target:
+                continue
+            for name in group.layers:
+                self._kept[name, target] = self._kept.pop((name, source), [])
+                self._exported.pop((name, target), None)
+                if (name, source) in self._exported:
+                    self._exported[name, target] = self._exported[name, source]
+
+    def began(self, group: Any, slots: Tensor) -> None:
+        """Expect rows that change nothing in blocks whose states begin in the middle of a chunk."""
+        for block in slots.tolist():
+            for name in group.layers if block else ():
+                self._kept[name, block] = [None] * int(group.cursors.table[block, 2])
 
     def overwritten(self, group: Any, slots: Tensor) -> None:
         """Forget the checkpoints in blocks whose state a prompt is about to overwrite."""
@@ -190,15 +227,16 @@ class StateAudit(StepListener):
                     f"nwor audit: layer {name} reapplies {rows} rows that no window of block {source} recorded"
                 )
             exported = self._exported.get((name, source))
-            if rows and kept is not None:
-                wanted, what = kept[rows - 1], f"the state after {rows} tokens of the last window"
+            after = kept[rows - 1] if rows and kept is not None else None
+            if after is not None:
+                wanted, what = after, f"the state after {rows} tokens of the last window"
             elif exported is not None:
                 wanted, what = exported, f"the checkpoint that vLLM wrote to block {source}"
                 self._counts["checkpoint_hits"] += 1
             else:
                 wanted, what = states[source], f"the state of block {source}"
             found = states[target] if target else _folded(layer, row)
-            if differ := int((_bytes(found) != _bytes(wanted)).sum()):
+            if differ := int((bytes_of(found) != bytes_of(wanted)).sum()):
                 block = f"block {target}" if target else f"block {source} with its pending rows"
                 raise AuditError(
                     f"nwor audit: the state of layer {name} in {block} is not {what}: {differ} bytes differ"
@@ -219,10 +257,13 @@ def _folded(layer: Any, row: list[int]) -> Tensor:
     of_block = torch.tensor([0, row[0]], device=cache.device)
     state, keys, norms, decays, updates = (tensor[of_block] for tensor in (cache.state, *cache.records))  # copies
     plan = torch.tensor([[1, *row[1:3], 1]], dtype=torch.int32, device=cache.device)
-    ops.gated_delta_fold([state], [keys], [norms], [decays], [updates], [torch.zeros_like(layer.layer_window)], plan)
+    number = torch.zeros_like(layer.layer_window)
+    ops.gated_delta_fold([state], [keys], [norms], [decays], [updates], [number], plan, chunk=cache.chunk)
     folded: Tensor = state[1]
     return folded
 
 
-def _bytes(state: Tensor) -> Tensor:
-    return state.contiguous().view(torch.uint8)
+def _ring_of(group: Any) -> int:
+    """Return the rows of a record."""
+    rows: int = next(iter(group.layers.values())).recurrent_cache.record_keys.shape[2]
+    return rows

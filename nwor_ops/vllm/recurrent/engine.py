@@ -27,6 +27,22 @@ class GroupLayers:
         self.layers = {layer.prefix: layer for layer in layers}
         self._fold = Fold({layer.prefix: RecurrentLayer(layer.recurrent_cache, layer.layer_window) for layer in layers})
 
+    def begin_chunk(self, slots: Tensor, positions: Tensor) -> None:
+        """Fill the records of blocks with rows that change nothing, for the part of a chunk before their states.
+
+        A chunk ends at a multiple of its length, but a prompt ends anywhere. Such a row has a decay of 1 and adds 0.
+
+        Args:
+            slots: int64 ``[E]``: blocks with nothing pending; 0 = skip this entry.
+            positions: integers ``[E]``: number of tokens in each state.
+        """
+        for layer in self.layers.values():
+            cache = layer.recurrent_cache
+            for record in (cache.record_keys, cache.record_norms, cache.record_updates):
+                record.index_fill_(0, slots, 0)
+            cache.record_decays.index_fill_(0, slots, 1)
+        self.cursors.begin_chunk(slots, positions)
+
     def fold(self, plan: Tensor, sources: Tensor, targets: Tensor, rows: Tensor, keep_source: bool = False) -> None:
         """Fold the pending rows of blocks in all layers. Nothing is pending there afterwards.
 

@@ -26,6 +26,7 @@ from nwor_ops.vllm.hooks import Patches, when_undone
 from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
 from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.recurrent.replay import Replay
 from nwor_ops.vllm.recurrent.supported import has_one_state
 
 # The state tensor that vLLM passes to its kernel has two attributes: its layer, and its cache with the records. When
@@ -47,6 +48,7 @@ class OneStateLayer(PluggableLayer, MambaBase):
         gate_lower_bound: lower bound of the logarithm of the decays, or None. vLLM's Kimi Linear has an attribute of
             this name.
         all_states: ``[max_tokens, value_heads, dv, dk]``, only with an audit: the states that vLLM would have kept.
+        replay: only with an audit and the chunk form: the inputs and outputs of the last window.
         audit: the audit of this engine, or None.
     """
 
@@ -58,6 +60,7 @@ class OneStateLayer(PluggableLayer, MambaBase):
     allow_neg_eigval: bool
     gate_lower_bound: float | None = None
     all_states: Tensor | None = None
+    replay: Replay | None = None
     audit: StateAudit | None = None
 
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -95,6 +98,7 @@ class OneStateLayer(PluggableLayer, MambaBase):
             self.all_states = torch.empty(
                 self._most_audited_tokens, *states[1].shape[1:], dtype=states[1].dtype, device=kv_cache.device
             )
+            self.replay = Replay(self, self._most_audited_tokens) if self.geometry.chunk else None
 
     @property
     def recurrent_cache(self) -> RecurrentCache:
@@ -132,32 +136,56 @@ class OneStateLayer(PluggableLayer, MambaBase):
         assert metadata.plan is not None
         assert metadata.window_id is not None
         assert metadata.spec_query_start_loc is not None
-        cache, geometry = self.recurrent_cache, self.geometry
+        norm = {"norm_weight": norm_weight, "norm_eps": norm_eps, "gate_activation": gate_activation}
+        self.run_window(
+            out,
+            self.recurrent_cache,
+            self.layer_window,
+            (q, k, v, a, b),
+            (metadata.plan, metadata.window_id, metadata.spec_query_start_loc[: metadata.num_spec_decodes + 1]),
+            gate=gate,
+            all_states=self.all_states,
+            **norm,
+        )
+        if self.replay is not None:
+            self.replay.keep(out, (q, k, v, a, b), gate, norm)
+
+    def run_window(
+        self,
+        out: Tensor,
+        cache: RecurrentCache,
+        layer_window: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        window: tuple[Tensor, Tensor, Tensor],
+        **options: Any,
+    ) -> None:
+        """Call the op with the weights and sizes of this layer.
+
+        Args:
+            out: **mutated**: the output.
+            cache: **mutated**: the states and records.
+            layer_window: **mutated**.
+            inputs: q, k, v, a and b, as for :meth:`verify`.
+            window: plan, number of the window, and first tokens of the requests.
+            **options: other arguments of :func:`nwor_ops.gated_delta_verify`.
+        """
+        geometry = self.geometry
         per_channel = (geometry.value_heads, geometry.key_width)
         ops.gated_delta_verify(
             out,
             cache.state,
             *cache.records,
-            self.layer_window,
-            q,
-            k,
-            v,
-            a,
-            b,
+            layer_window,
+            *inputs,
             None if self.given_gates else self.A_log.view(-1),
             None if self.given_gates else self.dt_bias.view(per_channel if geometry.per_channel else -1),
-            metadata.plan,
-            metadata.window_id,
-            metadata.spec_query_start_loc[: metadata.num_spec_decodes + 1],
-            scale=geometry.key_width**-0.5,
-            gate=gate,
-            norm_weight=norm_weight,
-            norm_eps=norm_eps,
-            gate_activation=gate_activation,
-            all_states=self.all_states,
+            *window,
+            geometry.key_width**-0.5,
             allow_neg_eigval=self.allow_neg_eigval,
             gate_lower_bound=self.gate_lower_bound,
             ring_rows=geometry.ring_rows,
+            chunk=geometry.chunk,
+            **options,
         )
 
     def windows(self) -> OneStateMetadata | None:

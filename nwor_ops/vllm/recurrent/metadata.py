@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.gdn_attn import (
 )
 
 from nwor_ops.vllm.recurrent.audit import StateAudit
+from nwor_ops.vllm.recurrent.blocks import to_device
 from nwor_ops.vllm.recurrent.engine import GroupLayers
 
 
@@ -38,11 +39,15 @@ class OneStateMetadata(GDNAttentionMetadata):
             ``spec_query_start_loc``.
         window_id: int64 ``[1]``, the builder's buffer: the number of the window.
         batch_kept: int32 ``[num_reqs]``: tokens of the last window that stay, for each request of the batch.
+        batch_ends: int32 ``[num_reqs]``: tokens of each request after the step, with its drafts.
+        batch_starts: int32 ``[num_reqs + 1]``: first token of each request in the batch.
     """
 
     plan: Tensor | None = None
     window_id: Tensor | None = None
     batch_kept: Tensor | None = None
+    batch_ends: Tensor | None = None
+    batch_starts: Tensor | None = None
 
     @property
     def is_windows_only(self) -> bool:
@@ -87,6 +92,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self.starts = torch.zeros(1, dtype=torch.int32, device=device)
         self.slots = torch.zeros(0, dtype=torch.int32, device=device)
         self._batch_slots = self.slots  # slot of each request of the last batch
+        self._metadata: OneStateMetadata | None = None  # of the last batch
         self._has_planned = False
         self.steps = 0  # steps with windows, without captures of graphs
         self._group: GroupLayers | None = None
@@ -124,7 +130,12 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             num_decode_draft_tokens_cpu,
             fast_build=fast_build,
         )
-        metadata = OneStateMetadata(**vars(built), batch_kept=num_accepted_tokens)
+        metadata = OneStateMetadata(
+            **vars(built),
+            batch_kept=num_accepted_tokens,
+            batch_ends=common_attn_metadata.seq_lens,
+            batch_starts=common_attn_metadata.query_start_loc,
+        )
         return self._planned(metadata, slots[:, 0])
 
     def _of_decodes(self, common: Any, decodes: int) -> OneStateMetadata:
@@ -148,6 +159,8 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             spec_token_indx=self._each_token[:decodes],
             non_spec_token_indx=self._each_token[:0],
             num_accepted_tokens=self._ones[:rows],
+            batch_ends=common.seq_lens,
+            batch_starts=common.query_start_loc,
         )
 
     def update_block_table(
@@ -214,6 +227,13 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self.group.fold(self._fold_plan, slots, slots, slots.new_ones(slots.shape))
         if self.audit is not None:
             self.audit.folded(self.group, self._fold_plan[: slots.shape[0]], "tail_folds")
+        if self.group.cursors.chunk:
+            metadata = self._metadata
+            assert metadata is not None
+            assert metadata.batch_ends is not None
+            assert metadata.batch_starts is not None
+            tokens = metadata.batch_starts.diff()[places]  # the first one is of the prompt, the others are drafts
+            self._begin_chunk(slots.long(), metadata.batch_ends[places] - tokens + 1)
 
     def _planned(self, metadata: OneStateMetadata, slots: Tensor) -> OneStateMetadata:
         """Plan the windows of a batch, and replace the state indices with the plan.
@@ -223,7 +243,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
                 be those of another group.
             slots: the block of each request of the batch.
         """
-        self._batch_slots = slots
+        self._batch_slots, self._metadata = slots, metadata
         self._has_planned = False  # drop an earlier batch that no audit read: a graph's capture, a warm-up
         if not metadata.is_windows_only:
             self._fold(metadata, slots)
@@ -262,8 +282,25 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         if windows is not None:
             slots = slots.masked_fill(windows, 0)
         self.group.fold(self._fold_plan, slots, slots, metadata.batch_kept)
-        if self.audit is None:
-            return
+        if self.audit is not None:
+            self._audit_fold(metadata, slots, windows)
+        if self.group.cursors.chunk:
+            assert metadata.batch_ends is not None
+            of_windows = metadata.spec_sequence_masks_cpu
+            ends = metadata.batch_ends
+            if of_windows is not None:  # only the prompts, because most requests of a batch have windows
+                places = to_device((~of_windows).numpy().nonzero()[0], slots.device)
+                slots, ends = slots[places], ends[places]
+            self._begin_chunk(slots.long(), ends[: slots.shape[0]])
+
+    def _begin_chunk(self, slots: Tensor, positions: Tensor) -> None:
+        """Let the states of these blocks begin in the middle of a chunk. ``positions``: tokens in each state."""
+        self.group.begin_chunk(slots, positions)
+        if self.audit is not None:
+            self.audit.began(self.group, slots)
+
+    def _audit_fold(self, metadata: OneStateMetadata, slots: Tensor, windows: Tensor | None) -> None:
+        assert self.audit is not None
         self.audit.overwritten(self.group, slots)
         plan, has_state = self._fold_plan[: slots.shape[0]], metadata.has_initial_state
         if has_state is not None:
