@@ -743,6 +743,7 @@ WARNED = Refusal("warned-connector", "not active", REFUSALS[0].engine, nwor={"on
 ONE_STATE = {"mode": "off", "audit": True, "recurrent": True}
 ONE_STATE_COW = {**COW, "recurrent": True}
 ONE_STATE_STAGE = {**STAGE, "recurrent": True}
+ONE_STATE_CHUNK = {**ONE_STATE, "recurrent": "chunk"}
 # vLLM verifies windows of Qwen3-Next with its Triton kernel. For Qwen3.5 it uses its CUDA kernel, which includes the
 # norm, or Triton's if it is told so. Our kernel has the bits of the Triton kernel. The CUDA kernel adds in another
 # order, so the other of two close logits sometimes wins.
@@ -994,7 +995,7 @@ def _one_state_connectors() -> Iterator[Case]:
     }
     yield _one_state("connector-states-ngram", method="ngram", **states)
     yield _one_state("connector-states-mtp", **states)
-    for name, nwor in (("float32", ONE_STATE), ("ring", ONE_STATE | {"ring_rows": K + 5})):
+    for name, nwor in (("float32", ONE_STATE), ("ring", ONE_STATE | {"ring_rows": K + 5}), ("chunk", ONE_STATE_CHUNK)):
         yield _one_state(f"connector-states-{name}", nwor=nwor, mamba_ssm_cache_dtype="float32", **states)
 
 
@@ -1012,6 +1013,8 @@ def _prefill_elsewhere() -> Iterator[Case]:
     }
     yield _one_state("pd-pages", **alone | pages)
     yield _one_state("pd-pages-ngram", method="ngram", **alone | pages)
+    chunk = {"nwor": ONE_STATE_CHUNK, "same_tokens": False, "mamba_ssm_cache_dtype": "float32"}
+    yield _one_state("pd-pages-chunk", **alone | pages | chunk)
     yield _one_state("pd-pages-8", **alone | pages | {"max_num_seqs": 8, "same_tokens": False})
     aligned = {
         "enable_prefix_caching": True,
@@ -1095,7 +1098,45 @@ def _rings() -> Iterator[Case]:
     yield case("nodrafts-next-align", **without | aligned | {"expect": aligned["expect"] | {"sessions": []}})
 
 
-ONE_STATE_CASES = [*_one_states(), *_defaults(), *_without_drafts(), *_rings()]
+def _chunks() -> Iterator[Case]:
+    """Yield cases of the chunk form. ``-k one-state-chunk-`` selects them.
+
+    Its outputs have other bits than vLLM's, so the other of two close logits sometimes wins. The audit runs each window
+    again token by token, and expects the same bits.
+    """
+
+    def case(name: str, shape: str = "next", nwor: Any = ONE_STATE_CHUNK, **more: Any) -> Case:
+        settings = {"mamba_ssm_cache_dtype": "float32", "may_differ": 8} | more
+        return _one_state(f"chunk-{name}", shape, nwor, **settings)
+
+    # Blocks of 176 tokens hold a page of this form.
+    aligned = _ALIGNED | {
+        "max_model_len": 384,
+        "use": _AGAIN | {"shared_prefix": 190},
+        "expect": {"metric:prefix_cache_hits": 1},
+        "may_differ": 16,
+    }
+    for graphs in ("full", "eager", "piecewise"):
+        yield case(f"next-{graphs}", **({} if graphs == "full" else {"graphs": graphs}))
+    yield case("qwen3_5", "qwen3_5")
+    # A state of 16 bits is rounded once for 16 tokens, and vLLM's after each.
+    yield case("next-bfloat16", mamba_ssm_cache_dtype="bfloat16", same_tokens=False)
+    yield case("next-seven-drafts", speculative_config=MTP | {"num_speculative_tokens": 7})
+    yield case("next-cow", nwor=ONE_STATE_COW | {"recurrent": "chunk"})
+    yield case("next-align", block_size=176, **aligned)
+    yield case("next-abort", use={"abort": {10: [0, 2], 16: [5]}})
+    yield case("next-preemption", num_gpu_blocks_override=20, use={"max_tokens": 190}, may_differ=16,
+               expect={"metric:num_preemptions": 1})  # fmt: skip
+    default = {"expect": {"gdn_prefill_backends": ["flashinfer"], "metric:prefix_cache_hits": 1}, "may_differ": 16}
+    yield case("next-default", **DEFAULTS | {"use": LONG_PROMPTS} | default)
+    yield case("next-partial-hits", prefix_match_unit=64, **DEFAULTS | {"use": LONG_PROMPTS} | default)
+    without: dict[str, Any] = {"method": "ngram", "speculative_config": None}
+    yield case("nodrafts-next", **without, expect={"sessions": []})
+    yield case("nodrafts-qwen3_5", "qwen3_5", **without, expect={"sessions": []})
+    yield case("nodrafts-next-align", **without | aligned | {"expect": aligned["expect"] | {"sessions": []}})
+
+
+ONE_STATE_CASES = [*_one_states(), *_defaults(), *_without_drafts(), *_rings(), *_chunks()]
 REFUSED_COUNTS = _one_state(
     "invalid-counts", nwor={"recurrent": True}, use={"faults": "counts", "rounds": 20}, same_tokens=False
 )
@@ -1133,6 +1174,7 @@ ONE_STATE_RANKS = [
         ("-fused-norm", "qwen3_5", ONE_STATE, {}),
     )
 ]
+CHUNK = {"VLLM_NWOR_RECURRENT": "chunk"}
 ONE_STATE_REFUSALS = [
     Refusal(
         f"refused-one-state-{name}",
@@ -1149,5 +1191,12 @@ ONE_STATE_REFUSALS = [
         ("float16", "states are torch.float16", {"mamba_ssm_cache_dtype": "float16"}, V2),
         ("ring", "ring_rows needs float32 states", {"mamba_ssm_cache_dtype": "bfloat16"},
          V2 | {"VLLM_NWOR_RING_ROWS": "8"}),
+        ("chunk-ring", "ring_rows must be 0 with recurrent=chunk", {}, V2 | CHUNK | {"VLLM_NWOR_RING_ROWS": "8"}),
+        ("chunk-drafts", "windows have 9 tokens, more than 8",
+         {"speculative_config": MTP | {"num_speculative_tokens": 8}}, V2 | CHUNK),
+        ("chunk-float16", "the model's dtype is torch.float16",
+         {"dtype": "float16", "mamba_ssm_cache_dtype": "float32"}, V2 | CHUNK),
+        ("chunk-kda", "each channel of a key has a decay",
+         {"model": "@kimi", "gdn_prefill_backend": None, "speculative_config": None}, V2 | CHUNK),
     )
 ]  # fmt: skip
