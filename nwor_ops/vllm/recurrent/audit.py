@@ -7,7 +7,7 @@ store it. The audit then folds the pending rows into a copy of the state and com
 
 In the chunk form, a store applies one chunk, and the rows behind it stay pending. The audit compares both. It also runs
 each window again in windows of one token, from the stored state: outputs and records must have the same bits
-(:mod:`.replay`).
+(:mod:`.rerun`).
 
 vLLM also writes checkpoints: FlashInfer's prefill stores a state from the middle of a prompt in a separate block. Such
 a block must hold that state with nothing pending, both now and when a later request starts from it.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.vllm.recurrent.replay import bytes_of, windows_of
+from nwor_ops.vllm.recurrent.rerun import bytes_of, windows_of
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.audit.undo import AuditError
 
@@ -64,7 +64,7 @@ class StateAudit(StepListener):
           its last token.
         - ``checkpoints``, ``checkpoint_hits``: checkpoints that vLLM exported, and requests that began from one. Both
           count once for each layer.
-        - ``tokens_replayed``: only in the chunk form: tokens that ran again, once for each layer.
+        - ``tokens_rerun``: only in the chunk form: tokens that ran again, once for each layer.
         """
         return dict(self._counts)
 
@@ -102,15 +102,15 @@ class StateAudit(StepListener):
                         self._compare(builder.group, [source, rows - folded, (row[2] + folded) % ring, 0], keep=True)
                     self._counts["windows"] += 1
                     self._counts["rows_reapplied"] += rows
-            self._replay(builder, plan, starts)
+            self._rerun(builder, plan, starts)
 
-    def _replay(self, builder: Any, plan: list[list[int]], starts: list[int]) -> None:
+    def _rerun(self, builder: Any, plan: list[list[int]], starts: list[int]) -> None:
         cursors = builder.group.cursors
         if not cursors.chunk:
             return
         windows = windows_of(plan, starts, cursors.chunk, _ring_of(builder.group))
         for layer in builder.group.layers.values() if windows else ():
-            self._counts["tokens_replayed"] += layer.replay.compare(windows)
+            self._counts["tokens_rerun"] += layer.rerun.compare(windows)
 
     def folded(self, group: Any, plan: Tensor, counted: str = "folds") -> None:
         """Compare the targets of a fold. A fold of zero rows is a copy.

@@ -26,7 +26,7 @@ from nwor_ops.vllm.hooks import Patches, when_undone
 from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
 from nwor_ops.vllm.recurrent.records import RecordGeometry
-from nwor_ops.vllm.recurrent.replay import Replay
+from nwor_ops.vllm.recurrent.rerun import Rerun
 from nwor_ops.vllm.recurrent.supported import has_one_state
 
 # The state tensor that vLLM passes to its kernel has two attributes: its layer, and its cache with the records. When
@@ -48,7 +48,7 @@ class OneStateLayer(PluggableLayer, MambaBase):
         gate_lower_bound: lower bound of the logarithm of the decays, or None. vLLM's Kimi Linear has an attribute of
             this name.
         all_states: ``[max_tokens, value_heads, dv, dk]``, only with an audit: the states that vLLM would have kept.
-        replay: only with an audit and the chunk form: the inputs and outputs of the last window.
+        rerun: only with an audit and the chunk form: the inputs and outputs of the last window.
         audit: the audit of this engine, or None.
     """
 
@@ -60,7 +60,7 @@ class OneStateLayer(PluggableLayer, MambaBase):
     allow_neg_eigval: bool
     gate_lower_bound: float | None = None
     all_states: Tensor | None = None
-    replay: Replay | None = None
+    rerun: Rerun | None = None
     audit: StateAudit | None = None
 
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -98,7 +98,7 @@ class OneStateLayer(PluggableLayer, MambaBase):
             self.all_states = torch.empty(
                 self._most_audited_tokens, *states[1].shape[1:], dtype=states[1].dtype, device=kv_cache.device
             )
-            self.replay = Replay(self, self._most_audited_tokens) if self.geometry.chunk else None
+            self.rerun = Rerun(self, self._most_audited_tokens) if self.geometry.chunk else None
 
     @property
     def recurrent_cache(self) -> RecurrentCache:
@@ -147,8 +147,8 @@ class OneStateLayer(PluggableLayer, MambaBase):
             all_states=self.all_states,
             **norm,
         )
-        if self.replay is not None:
-            self.replay.keep(out, (q, k, v, a, b), gate, norm)
+        if self.rerun is not None:
+            self.rerun.keep(out, (q, k, v, a, b), gate, norm)
 
     def run_window(
         self,

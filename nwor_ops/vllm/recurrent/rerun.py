@@ -1,4 +1,4 @@
-"""Replay a window of the chunk form in windows of one token, for the audit.
+"""Rerun a window of the chunk form, in windows of one token, for the audit.
 
 The bits of a token must not depend on how the text is cut into windows, so both have the same outputs and records.
 """
@@ -36,7 +36,7 @@ class Window:
     end: int
 
 
-class Replay(BoundToMemory):
+class Rerun(BoundToMemory):
     """The inputs and outputs of the last window of one layer.
 
     CUDA graphs copy them to the same buffers, so the buffers never move.
