@@ -39,6 +39,7 @@ from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.blocks import BlockOwners
 from nwor_ops.vllm.recurrent.engine import GroupLayers
 from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.recurrent.rerun import Rerun
 from nwor_ops.vllm.recurrent.supported import check_one_state
 from nwor_ops.vllm.support.features import ONE_STATE, ONE_STATE_MODELS
 from nwor_ops.vllm.support.refusals import REFUSALS, Unsupported
@@ -58,6 +59,7 @@ GLM = {
 KIMI = {"model_config__architecture": "KimiLinearForCausalLM", "model_config__hf_text_config__linear_attn_config": KDA}
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
 RING = replace(GEOMETRY, ring_rows=8)
+CHUNK = replace(GEOMETRY, key_width=128, ring_rows=19, chunk=16)
 STATES = MambaSpec(
     block_size=256, shapes=((6, 768), (4, 128, 64)), dtypes=(torch.bfloat16, torch.float32), num_speculative_blocks=3
 )
@@ -121,6 +123,29 @@ def test_outputs_with_a_ring_equal_those_of_vllm(case: str, blocks: list[int]) -
 
 @pytest.mark.long
 @pytest.mark.parametrize(
+    ("case", "blocks"),
+    [
+        ("plain-chunk", [4, 1]),
+        ("plain-graphs-chunk-nodrafts", [1, 1]),
+        pytest.param("fused-norm-graphs-chunk", [4, 1], marks=pytest.mark.nightly),
+    ],
+)
+def test_outputs_of_the_chunk_form_are_near_those_of_vllm(case: str, blocks: list[int]) -> None:
+    """Prompts of any length precede the windows, and each chunk still ends at a multiple of 16 tokens.
+
+    The audit runs every window again token by token, and expects the same bits.
+    """
+    said = said_of(case, "one_state_layers.py")
+    assert said["blocks"] == blocks
+    assert min(said["windows_only"], said["mixed"]) > 12
+    assert said["windows"] - 60 < said["not_stored"] < said["windows"] - 12
+    assert said["states_compared"] > 250
+    assert said["tokens_rerun"] >= said["windows"]
+    assert min(said["prompt_folds"], said["preempted"]) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
     "case",
     [
         *(f"{kind}-graphs" for kind in ("kimi", "olmo", "glm", "bailing")),
@@ -172,6 +197,8 @@ def test_outputs_without_drafts_equal_those_of_vllm(case: str) -> None:
         ("aligned-ring", 4, 60),
         ("aligned-nodrafts", 2, 20),
         pytest.param("aligned-ring-nodrafts", 2, 20, marks=pytest.mark.nightly),
+        ("aligned-chunk", 3, 20),
+        pytest.param("aligned-chunk-nodrafts", 1, 8, marks=pytest.mark.nightly),
     ],
 )
 def test_outputs_with_prefix_caching_equal_those_of_vllm(case: str, hits: int, folds: int) -> None:
@@ -578,31 +605,40 @@ class Layer:
     """The state and record of a layer, in pages of one cache with vLLM's layout."""
 
     def __init__(self, slots: int = 8, geometry: RecordGeometry = GEOMETRY) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.prefix, self.geometry, spec = "layer", geometry, geometry.extend(STATES)
+        generator, width = torch.Generator().manual_seed(3), geometry.key_width
+        states = replace(STATES, shapes=((6, 768), (4, 128, width)))
+        self.prefix, self.geometry, spec = "layer", geometry, geometry.extend(states)
         pages = torch.zeros(slots, spec.page_size_bytes + 64, dtype=torch.int8)
+        pages = pages[:, : pages.shape[1] // 16 * 16].clone()
         rows = 6 * 768 * 2
-        state = pages[:, rows : STATES.page_size_bytes].view(torch.float32).view(-1, 4, 128, 64)
-        state.copy_(torch.randn(slots, 4, 128, 64, generator=generator))
+        state = pages[:, rows : states.page_size_bytes].view(torch.float32).view(-1, 4, 128, width)
+        state.copy_(torch.randn(slots, 4, 128, width, generator=generator))
         self.kv_cache = (pages[:, :rows].view(torch.bfloat16), state)
-        self.recurrent_cache = geometry.bind(state, pages, STATES.page_size_bytes)
+        self.recurrent_cache = geometry.bind(state, pages, states.page_size_bytes)
         self.layer_window = torch.zeros(1, dtype=torch.int64)
-        self.all_states = torch.zeros(16, 4, 128, 64)
+        self.all_states = torch.zeros(16, 4, 128, width)
+        self.rerun = Rerun(self, 16) if geometry.chunk else None
         self._generator = generator
-        self.group = GroupLayers(Cursors(slots, torch.device("cpu"), geometry.ring_rows), [self])
+        self.group = GroupLayers(Cursors(slots, torch.device("cpu"), geometry.ring_rows, geometry.chunk), [self])
 
     def verify(self, window: Window) -> None:
-        generator, tokens = self._generator, int(window.starts[-1])
+        generator, tokens, width = self._generator, int(window.starts[-1]), self.geometry.key_width
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(torch.bfloat16)
 
+        out = torch.zeros(tokens, 4, 128, dtype=torch.bfloat16)
+        inputs = (normal(tokens, 2, width), normal(tokens, 2, width), normal(tokens, 4, 128), normal(tokens, 4),
+                  normal(tokens, 4))  # fmt: skip
+        plan = (window.plan, window.number, window.starts)
+        self.run_window(out, self.recurrent_cache, self.layer_window, inputs, plan, all_states=self.all_states)
+        if self.rerun is not None:
+            self.rerun.keep(out, inputs, None, {})
+
+    def run_window(self, out: Tensor, cache: Any, number: Tensor, inputs: Any, window: Any, **options: Any) -> None:
         ops.gated_delta_verify(
-            torch.zeros(tokens, 4, 128, dtype=torch.bfloat16), self.kv_cache[1], *self.recurrent_cache.records,
-            self.layer_window,
-            normal(tokens, 2, 64), normal(tokens, 2, 64), normal(tokens, 4, 128), normal(tokens, 4), normal(tokens, 4),
-            torch.zeros(4), torch.zeros(4), window.plan, window.number, window.starts, scale=0.125,
-            all_states=self.all_states, ring_rows=self.geometry.ring_rows,
+            out, cache.state, *cache.records, number, *inputs, torch.zeros(4), torch.zeros(4), *window, scale=0.125,
+            ring_rows=self.geometry.ring_rows, chunk=self.geometry.chunk, **options,
         )  # fmt: skip
 
 
@@ -679,6 +715,77 @@ def test_the_audit_finds_a_wrong_byte_under_a_ring_that_stores_nothing(part: str
     assert not window.plan[1, 3]
     with pytest.raises(AuditError, match="layer in block 2 with its pending rows is not the state after 4 tokens"):
         audit.forwarded("after the forward")
+
+
+def chunks_that_are_audited() -> tuple[Layer, Window, StateAudit]:
+    """Windows of two requests whose prompts had 13 and 32 tokens. The state of the first one was stored at 16."""
+    layer, window = Layer(geometry=CHUNK), Window([5, 2], [4, 3])
+    audit = StateAudit([window])
+    slots = torch.tensor([0, 5, 2])
+    layer.group.begin_chunk(slots, torch.tensor([7, 13, 32]))
+    assert layer.group.cursors.table[slots].tolist() == [[0, 0, 0], [0, 0, 13], [0, 0, 0]]
+    audit.began(layer.group, slots)
+    before = layer.kv_cache[1].clone()
+    for accepted in ([1, 1], [2, 3], [3, 1]):
+        window.open(layer, accepted)
+        layer.verify(window)
+        audit.forwarded("after the forward")
+    # 13 rows that change nothing, and 5 accepted ones: the state after three of them was stored.
+    assert window.plan[:2].tolist() == [[5, 18, 0, 5], [2, 4, 0, 0]]
+    assert not torch.equal(layer.kv_cache[1][5], before[5])
+    assert torch.equal(layer.kv_cache[1][2], before[2])
+    return layer, window, audit
+
+
+def test_the_audit_runs_windows_of_chunks_again() -> None:
+    layer, window, audit = chunks_that_are_audited()
+    assert (audit.summary()["windows"], audit.summary()["tokens_rerun"]) == (6, 21)
+    assert audit.summary()["rows_reapplied"] == 13 + 0 + 15 + 3 + 18 + 4
+    for accepted in ([4, 3], [2, 2], [4, 3], [4, 3]):
+        window.open(layer, accepted)
+        layer.verify(window)
+        audit.forwarded("after the forward")
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [
+        ("state", "in block 2 with its pending rows is not the state after 5 tokens"),
+        ("row", "in block 2 with its pending rows is not the state after 5 tokens"),
+        ("output", "the output of token 2 of layer layer in the window of block 5, of 4 tokens after 6 pending rows"),
+        ("norm", "the recorded norms of layer layer in the window of block 5, of 4 tokens after 6 pending rows"),
+    ],
+)
+def test_the_audit_finds_a_wrong_byte_of_a_chunk(part: str, error: str) -> None:
+    layer, window, audit = chunks_that_are_audited()
+    if part == "state":
+        layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += 1
+    elif part == "row":
+        layer.recurrent_cache.record_updates[2, 1] += 1
+    window.open(layer, [4, 1])
+    layer.verify(window)
+    if part == "output":
+        layer.rerun._kept["out"][2, 3, 100] += 1
+    elif part == "norm":  # of the second token: 16 + 6 + 1, in a ring of 23
+        layer.recurrent_cache.record_norms[5, 0, 0, 1] += 1
+    with pytest.raises(AuditError, match=error):
+        audit.forwarded("after the forward")
+
+
+def test_chunks_that_move_to_another_block_keep_their_rows() -> None:
+    """vLLM's kernel copies states and records (one_state_aligned.py); here the whole block is copied."""
+    layer, window, audit = chunks_that_are_audited()
+    cursors, cache = layer.group.cursors, layer.recurrent_cache
+    for tensor in (cache.state, *cache.records):
+        tensor[6] = tensor[5]
+    cursors.move(torch.tensor([5, 0]), torch.tensor([6, 0]), torch.tensor([3, 1], dtype=torch.int32))
+    audit.moved(layer.group, [5, 0], [6, 0])
+    assert cursors.table[[5, 6, 0]].tolist() == [[0, 16, 0], [0, 16, 5], [0, 0, 0]]
+    window.slots = torch.tensor([6, 2], dtype=torch.int32)
+    window.open(layer, [1, 3])
+    layer.verify(window)
+    assert window.plan[0].tolist() == [6, 5, 16, 0]
+    audit.forwarded("after the forward")
 
 
 def test_states_are_audited_if_attention_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1362,6 +1469,65 @@ def test_the_setting_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     config.additional_config = {"nwor": wanted}
     config.cache_config.mamba_ssm_cache_dtype = "bfloat16"
     assert "ring_rows needs float32 states, and these are torch.bfloat16" in str(supported.problem_of(config))
+
+
+def test_the_setting_of_the_chunk_form() -> None:
+    for value, form in (("0", False), ("off", False), ("1", True), ("on", True), ("Exact", True), ("chunk", "chunk")):
+        assert NworConfig.load({}, {"VLLM_NWOR_RECURRENT": value}).recurrent is form
+        assert NworConfig.load({"nwor": {"recurrent": value}}, {}).recurrent is form
+    assert NworConfig.load({}, {"VLLM_NWOR_RECURRENT": "chunk"}).chunk
+    assert not NworConfig.load({}, {"VLLM_NWOR_RECURRENT": "1"}).chunk
+    for wrong in ("", "2", "lazy"):
+        with pytest.raises(ValueError, match="VLLM_NWOR_RECURRENT must be 0, 1, off, exact or chunk, got"):
+            NworConfig.load({}, {"VLLM_NWOR_RECURRENT": wrong})
+    for other in (1, None, "lazy"):
+        with pytest.raises(ValueError, match="nwor: recurrent must be true, false, off, exact or chunk, got"):
+            NworConfig.load({"nwor": {"recurrent": other}}, {})
+    with pytest.raises(ValueError, match=r"ring_rows must be 0 with recurrent=chunk, which sets .* got 8"):
+        NworConfig.load({"nwor": {"recurrent": "chunk"}}, {"VLLM_NWOR_RING_ROWS": "8"})
+
+
+def chunked_engine(**found: Any) -> SimpleNamespace:
+    """An engine with the chunk form and heads that it supports."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+             "linear_value_head_dim": 128}  # fmt: skip
+    sizes = {f"model_config__hf_text_config__{name}": size for name, size in sizes.items()}
+    return engine(additional_config={"nwor": {"recurrent": "chunk"}}, **sizes | found)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_the_chunk_form_sets_its_ring(monkeypatch: pytest.MonkeyPatch, state_dtype: str) -> None:
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    config = chunked_engine(cache_config__mamba_ssm_cache_dtype=state_dtype)
+    assert RecordGeometry.of(config) == CHUNK
+    assert supported.problem_of(config) is None
+    assert supported.has_one_state(config)
+    config.num_speculative_tokens = 7
+    assert RecordGeometry.of(config).ring_rows == 23
+    assert supported.problem_of(config) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "capability", "because"),
+    [
+        (KIMI, None, "each channel of a key has a decay (KDA), and the kernel needs one per head"),
+        ({"model_config__hf_text_config__linear_key_head_dim": 64}, None, "heads of keys are 64 wide, not 128"),
+        ({"model_config__hf_text_config__linear_value_head_dim": 64}, None, "heads of values are 64 wide, not 128"),
+        ({"num_speculative_tokens": 8}, None, "windows have 9 tokens, more than 8"),
+        ({"model_config__dtype": torch.float16}, None, "the model's dtype is torch.float16, not torch.bfloat16"),
+        ({}, (8, 9), "the GPU has compute capability 8.9"),
+        ({"cache_config__prefix_match_unit": 24}, (9, 0), "prefix_match_unit: 24 tokens, not a multiple of 16"),
+        ({"cache_config__mamba_cache_mode": "align", "cache_config__mamba_block_size": 136}, (9, 0),
+         "blocks of recurrent states: 136 tokens, not a multiple of 16"),
+    ],
+)  # fmt: skip
+def test_engines_that_the_chunk_form_refuses(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], capability: Any, because: str
+) -> None:
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(supported, "_capability", lambda: capability)
+    problem = str(supported.problem_of(chunked_engine(**found)))
+    assert problem == f"VLLM_NWOR_RECURRENT=chunk: {because}; VLLM_NWOR_RECURRENT=exact supports it"
 
 
 def test_vllm_s_cpu_engine_is_refused(engines: Engines) -> None:
