@@ -3,7 +3,7 @@
 It is a small engine. Requests take a slot, and run prompts with another kernel or in windows. They decode with any
 acceptance, skip steps, fork, are preempted and return. They finish and leave their slot as it is. Windows end by commit
 or cancel, after any number of layers. Whenever no window is open, each slot's state with the accepted rows of its
-record applied is bit-identical to the state of the other scheme.
+record applied is bit-identical to the state of the other scheme. In the chunk form, that scheme runs each token alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nwor_ops.transaction.state import State
 
 LAYER_KINDS = ("gdn", "small state", "kda")  # three launches a fold
 RING_KINDS = ("gdn", "kda")  # float32: a ring rounds a bfloat16 state less often
+CHUNK_KINDS = ("wide", "wide small state")
 NUM_SLOTS, MAX_REQUESTS, MAX_WINDOW = 6, 4, 3
 SPARE = NUM_SLOTS  # a slot that the test uses to copy and fold states of other slots
 
@@ -31,12 +32,14 @@ def mostly(*values):
 class Engine(Counted):
     device = "cpu"
 
-    @initialize(in_pages=st.booleans(), ring_rows=mostly(0, 3, 6))
-    def start(self, in_pages: bool, ring_rows: int) -> None:
-        self.kinds = RING_KINDS if ring_rows else LAYER_KINDS
+    @initialize(in_pages=st.booleans(), ring=mostly((0, 0), (3, 0), (6, 0), (18, 16)))
+    def start(self, in_pages: bool, ring: tuple[int, int]) -> None:
+        ring_rows, chunk = ring
+        self.kinds = CHUNK_KINDS if chunk else RING_KINDS if ring_rows else LAYER_KINDS
         self.decoding = Decoding(
             self.kinds,
             ring_rows=ring_rows,
+            chunk=chunk,
             num_slots=SPARE + 1,
             max_window=MAX_WINDOW,
             max_requests=MAX_REQUESTS,
@@ -85,6 +88,9 @@ class Engine(Counted):
         slots = data.draw(st.lists(st.sampled_from(self.running), unique=True))
         self.states.fold(self.decoding.tensor([*slots, 0]))
         self.decoding.assert_folded(*slots)
+        for layer in self.decoding.every_state.values():
+            for slot in slots:
+                layer.begin_chunk(slot)
 
     # ------------------------------------------------------------ windows
 

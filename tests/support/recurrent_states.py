@@ -20,6 +20,8 @@ from torch import Tensor
 
 from nwor_ops import RecurrentCache, RecurrentStates, ops
 
+CHUNK = 16  # rows that a store folds in the chunk form
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -49,6 +51,13 @@ KINDS = {
 }
 
 
+# In the chunk form, which has only these sizes.
+CHUNK_KINDS = {
+    "wide": Kind(value_heads=1, key_size=128, value_size=128),
+    "wide small state": Kind(value_heads=1, key_size=128, value_size=128, state_dtype=torch.bfloat16, gated=True),
+}
+
+
 def paged(cache: RecurrentCache, seed: int = 0) -> tuple[RecurrentCache, Tensor]:
     """Return the cache as views of pages, one page per slot with random bytes in between, and the pages."""
     tensors = (cache.state, *cache.records)
@@ -63,7 +72,7 @@ def paged(cache: RecurrentCache, seed: int = 0) -> tuple[RecurrentCache, Tensor]
         view = pages[:, place : place + size].view(tensor.dtype).unflatten(1, tensor.shape[1:])
         view.copy_(tensor)
         views.append(view)
-    return RecurrentCache(*views, cache.ring_rows), pages
+    return RecurrentCache(*views, cache.ring_rows, cache.chunk), pages
 
 
 @dataclass
@@ -85,6 +94,9 @@ class EveryState:
         kind = self.kind
         shape = kind.value_heads, kind.value_size, kind.key_size
         return torch.zeros(shape, dtype=kind.state_dtype, device=self.device)
+
+    def begin_chunk(self, slot: int) -> None:
+        """Follow a fold, where a chunk begins."""
 
     def verify(self, slots: Sequence[int], lengths: Sequence[int], inputs: dict[str, Tensor]) -> Tensor:
         kind, count = self.kind, len(slots)
@@ -116,6 +128,71 @@ class EveryState:
     def commit(self, kept: dict[int, int]) -> None:
         for slot, number in kept.items():
             self.held[slot] = self._after[slot][number - 1]
+
+
+class EveryChunk(EveryState):
+    """The same for the chunk form. Each token runs as a window of its own, from the state at the start of its chunk.
+
+    It has no cursors and plans of its own either: for each window, the tokens since then run again from empty records.
+    A chunk begins with each state that another call has put in ``held``.
+    """
+
+    def __init__(self, kind: Kind, weights: Weights, device: str) -> None:
+        super().__init__(kind, weights, device)
+        self._base: dict[int, Tensor] = {}  # by slot, the state at the start of a chunk
+        self._since: dict[
+            int, list[tuple[dict[str, Tensor], Tensor]]
+        ] = {}  # the tokens since, and the state after each
+        self._window: dict[int, list[tuple[dict[str, Tensor], Tensor]]] = {}
+
+    def begin_chunk(self, slot: int) -> None:
+        self._base[slot], self._since[slot] = self.held[slot], []
+
+    def verify(self, slots: Sequence[int], lengths: Sequence[int], inputs: dict[str, Tensor]) -> Tensor:
+        outputs, begin = [torch.zeros_like(inputs["v"][:0])], 0
+        self._window = {}
+        for slot, length in zip(slots, lengths, strict=True):
+            since = self._since.get(slot)
+            if since is None or self.held[slot] is not (since[-1][1] if since else self._base[slot]):
+                self.begin_chunk(slot)
+            tokens = [{name: part[t : t + 1] for name, part in inputs.items()} for t in range(begin, begin + length)]
+            found = self._run(self._base[slot], [*(token for token, _ in self._since[slot]), *tokens])[-length:]
+            outputs += [out for out, _ in found]
+            self._window[slot] = [(token, state) for token, (_, state) in zip(tokens, found, strict=True)]
+            begin += length
+        return torch.cat(outputs)
+
+    def _run(self, base: Tensor, tokens: list[dict[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Return the output of each token and the state after it, from a state at the start of a chunk."""
+        kind = self.kind
+        scratch = RecurrentCache.beside(
+            torch.stack([self.zeros(), base]), max_window=1, num_key_heads=kind.key_heads, dtype=kind.dtype,
+            ring_rows=CHUNK, chunk=CHUNK,
+        )  # fmt: skip
+        number, starts = (torch.tensor(values, device=self.device) for values in ([1], [0, 1]))
+        found, rows, first = [], 0, 0
+        for token in tokens:
+            plan = torch.tensor([[1, rows, first, rows // CHUNK]], dtype=torch.int32, device=self.device)
+            if rows == CHUNK:
+                rows, first = 0, (first + CHUNK) % (CHUNK + 1)
+            rows += 1
+            out = torch.zeros_like(token["v"])
+            state = torch.zeros(1, *base.shape, dtype=kind.state_dtype, device=self.device)
+            ops.gated_delta_verify(
+                out, scratch.state, *scratch.records, torch.zeros_like(number), *(token[name] for name in "qkvab"),
+                self.weights.A_log, self.weights.dt_bias, plan, number, starts.int(), kind.key_size**-0.5,
+                gate=token["gate"] if kind.gated else None, norm_weight=self.weights.norm, all_states=state,
+                ring_rows=CHUNK, chunk=CHUNK,
+            )  # fmt: skip
+            found.append((out, state[0]))
+        return found
+
+    def commit(self, kept: dict[int, int]) -> None:
+        for slot, number in kept.items():
+            since = self._since[slot] = self._since[slot] + self._window[slot][:number]
+            self.held[slot] = since[-1][1]
+            if len(since) > CHUNK:
+                self._base[slot], self._since[slot] = since[CHUNK - 1][1], since[CHUNK:]
 
 
 def in_double_precision(kind: Kind, weights: Weights, inputs: dict[str, Tensor]) -> Tensor:
@@ -158,12 +235,13 @@ class Decoding:
         max_window: int = 4,
         max_requests: int = 5,
         ring_rows: int = 0,
+        chunk: int = 0,
         in_pages: bool = False,
         one_storage: bool = False,
         device: str = "cpu",
     ) -> None:
         self.max_window, self.max_requests, self.device = max_window, max_requests, device
-        self.kinds = {name: KINDS[name] for name in kinds}
+        self.kinds = {name: (KINDS | CHUNK_KINDS)[name] for name in kinds}
         self.states = RecurrentStates(max_num_requests=max_requests, device=device)
         self.generator = torch.Generator().manual_seed(0)
         self.caches: dict[str, RecurrentCache] = {}
@@ -179,10 +257,12 @@ class Decoding:
                 num_slots=num_slots, max_window=max_window, num_key_heads=kind.key_heads,
                 num_value_heads=kind.value_heads, key_size=kind.key_size, value_size=kind.value_size,
                 dtype=kind.dtype, state_dtype=kind.state_dtype, per_channel=kind.per_channel, device=device,
-                ring_rows=ring_rows,
+                ring_rows=ring_rows, chunk=chunk,
             )  # fmt: skip
             if one_storage and kind.state_dtype == torch.float32:
-                cache = RecurrentCache(states[name].unflatten(1, cache.state.shape[1:]), *cache.records, ring_rows)
+                cache = RecurrentCache(
+                    states[name].unflatten(1, cache.state.shape[1:]), *cache.records, ring_rows, chunk
+                )
             if in_pages:
                 cache, self.pages[name] = paged(cache)
             for tensor in (cache.state, *cache.records):  # rows that were not written must not be read
@@ -195,7 +275,8 @@ class Decoding:
                 None if kind.given_gates else self.random(kind.value_heads, *channels).to(device),
                 (1 + 0.1 * self.random(kind.value_size)).to(device) if kind.gated else None,
             )
-            self.every_state[name] = EveryState(kind, self.weights[name], device)
+            scheme = EveryChunk if chunk else EveryState
+            self.every_state[name] = scheme(kind, self.weights[name], device)
         self.states.allocate()
 
     def random(self, *shape: int) -> Tensor:
