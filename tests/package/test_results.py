@@ -199,8 +199,9 @@ def test_figures_of_a_table_are_in_the_files_that_its_section_names(heading: str
     section = sections()[heading]
     known: list[float] = []
     for file in FILES:
-        if f"`{file.name}`" in section and file.name != "engines.jsonl":
-            for name, entry in results.read(file.parent.name, file.stem).items():
+        if f"`{file.name}`" in section:
+            found = results.read(file.parent.name, file.stem)
+            for name, entry in ((name, entry) for name, entry in found.items() if "value" in entry):  # no engine's case
                 some = [entry["value"], *entry["spread"], entry.get("target", entry["value"])]
                 known += [*some, *numbers(name), *(100 * value for value in some if entry["unit"] == "share")]
     assert [figure for figure in in_tables(section) if not is_of(figure, known)] == []
