@@ -771,6 +771,9 @@ def _one_state(name: str, shape: str = "next", nwor: Any = ONE_STATE, convolutio
         "block_size": None,
         "num_gpu_blocks_override": 192,
     } | more
+    cached = settings.get("enable_prefix_caching", False) is not False
+    if nwor.get("recurrent") == "chunk" and (cached or "kv_transfer_config" in settings):
+        environment = environment | {"NWOR_CHUNK_WITH_PREFIX_CACHING": "1"}  # refused without
     # Layers of attention, a drafter's included; those of Gated DeltaNet are three, in groups of as many.
     attention = 1 if settings["method"] == "ngram" else 2
     groups = -(-3 // attention) + convolutions
@@ -1200,5 +1203,11 @@ ONE_STATE_REFUSALS = [
          {"dtype": "float16", "mamba_ssm_cache_dtype": "float32"}, V2 | CHUNK),
         ("chunk-kda", "each channel of a key has a decay",
          {"model": "@kimi", "gdn_prefill_backend": None, "speculative_config": None}, V2 | CHUNK),
+        ("chunk-prefix-caching", "with prefix caching: such an engine has not passed its tests on a GPU",
+         {"enable_prefix_caching": True, "mamba_ssm_cache_dtype": "float32", "model": "@qwen3_next_mtp",
+          "block_size": 176}, V2 | CHUNK),
+        ("chunk-connector", "with a KV connector: such an engine has not passed its tests on a GPU",
+         {"kv_transfer_config": _connector("PagesConnector", "state_connector", folder="{fresh}"),
+          "mamba_ssm_cache_dtype": "float32", "model": "@qwen3_next_mtp"}, V2 | CHUNK),
     )
 ]  # fmt: skip
