@@ -174,8 +174,9 @@ class Side:
         self.one_state, self.fused_norm = one_state, fused_norm
         self.layers = [self._layer(config, f"layer.{group}", one_state, weights[group]) for group in range(GROUPS)]
         self.specs = [layer.get_kv_cache_spec(config) for layer in self.layers]
-        for layer, spec in zip(self.layers, self.specs, strict=True):
-            pages = torch.randint(-128, 127, (BLOCKS, 1, 1, spec.page_size_bytes + 64), dtype=torch.int8)
+        # As in vLLM, the layers of different groups share memory, and each block belongs to one group at a time.
+        pages = torch.randint(-128, 127, (BLOCKS, 1, 1, self.specs[0].page_size_bytes + 64), dtype=torch.int8)
+        for layer in self.layers:
             layer.bind_kv_cache(pages)
         kind = OneStateMetadataBuilder if one_state else GDNAttentionMetadataBuilder
         names = [[layer.prefix] for layer in self.layers]

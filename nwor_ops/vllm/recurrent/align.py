@@ -67,7 +67,7 @@ class AlignedStates:
         self._may_cross = True
         self.audit: StateAudit | None = None
         is_conv = context.state_conv_widths > 0
-        self._pages = _pages_of(context, [group for group, _ in groups]) if groups[0][0].cursors.chunk else None
+        self._pages = _pages_of(context, groups) if groups[0][0].cursors.chunk else None
         for name in PER_STATE:
             setattr(context, name, getattr(context, name)[is_conv].contiguous())
         context.num_states = int(is_conv.sum())
@@ -161,19 +161,20 @@ class AlignedStates:
                 self.audit.folded(group, self._plan[: sources.shape[0]])
 
 
-def _pages_of(context: Any, groups: Sequence[GroupLayers]) -> Any:
+def _pages_of(context: Any, groups: Sequence[tuple[GroupLayers, Tensor]]) -> Any:
     """Return a copy of vLLM's context that copies states and records, and no rows of the convolution.
 
     Args:
         context: vLLM's context with all of its states.
-        groups: the layers of each group.
+        groups: the layers of each group, and its block table.
     """
-    numbers = dict(zip(context.state_base_addrs.tolist(), context.state_group_indices.tolist(), strict=True))
+    # The address of a state does not tell its group, because layers of different groups share memory.
+    numbers = {address: number for number, address in enumerate(context.block_table_ptrs.tolist())}
     values: dict[str, list[int]] = {name: [] for name in PER_STATE}
-    for group in groups:
+    for group, table in groups:
+        number = numbers[_as_int64(table.data_ptr())]
         for layer in group.layers.values():
             cache = layer.recurrent_cache
-            number = numbers[_as_int64(cache.state.data_ptr())]
             for tensor in (cache.state, *cache.records):
                 size = tensor.element_size()
                 found = {
