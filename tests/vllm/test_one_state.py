@@ -211,6 +211,7 @@ def test_outputs_with_prefix_caching_equal_those_of_vllm(case: str, hits: int, f
     assert min(said["prompts"], said["windows"]) > 10
     assert said["audit"]["folds"] > folds
     assert said["audit"]["states_compared"] > said["audit"]["folds"]
+    assert ("moves" in said["audit"]) == ("chunk" in case)
 
 
 @pytest.mark.long
@@ -780,12 +781,24 @@ def test_chunks_that_move_to_another_block_keep_their_rows() -> None:
         tensor[6] = tensor[5]
     cursors.move(torch.tensor([5, 0]), torch.tensor([6, 0]), torch.tensor([3, 1], dtype=torch.int32))
     audit.moved(layer.group, [5, 0], [6, 0])
+    assert audit.summary()["moves"] == 1
     assert cursors.table[[5, 6, 0]].tolist() == [[0, 16, 0], [0, 16, 5], [0, 0, 0]]
     window.slots = torch.tensor([6, 2], dtype=torch.int32)
     window.open(layer, [1, 3])
     layer.verify(window)
     assert window.plan[0].tolist() == [6, 5, 16, 0]
     audit.forwarded("after the forward")
+
+
+@pytest.mark.parametrize("part", ["state", "updates"])
+def test_the_audit_finds_a_wrong_byte_of_a_move(part: str) -> None:
+    layer, _, audit = chunks_that_are_audited()
+    cache = layer.recurrent_cache
+    for tensor in (cache.state, *cache.records):
+        tensor[6] = tensor[2]
+    (cache.state if part == "state" else cache.record_updates)[6, 1] += 1
+    with pytest.raises(AuditError, match="state and record of layer layer in block 6 are not those of block 2, from"):
+        audit.moved(layer.group, [2], [6])
 
 
 def test_states_are_audited_if_attention_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,8 @@ class StateAudit(StepListener):
           its last token.
         - ``checkpoints``, ``checkpoint_hits``: checkpoints that vLLM exported, and requests that began from one. Both
           count once for each layer.
-        - ``tokens_rerun``: only in the chunk form: tokens that ran again, once for each layer.
+        - ``moves``, ``tokens_rerun``: only in the chunk form: states that moved with their pending rows, and tokens that
+          ran again. Both count once for each layer.
         """
         return dict(self._counts)
 
@@ -184,11 +185,23 @@ class StateAudit(StepListener):
                         known[name, target] = known[name, source]
 
     def moved(self, group: Any, sources: Iterable[int], targets: Iterable[int]) -> None:
-        """Follow states that moved to another block with their pending rows. 0: no move."""
+        """Follow states that moved to another block with their pending rows. 0: no move.
+
+        Raises:
+            AuditError: a state or a record in a target has other bytes than that in its source.
+        """
         for source, target in zip(sources, targets, strict=True):
             if not source or not target:
                 continue
-            for name in group.layers:
+            for name, layer in group.layers.items():
+                cache = layer.recurrent_cache
+                copied = (cache.state, *cache.records)
+                if differ := sum(int((bytes_of(part[target]) != bytes_of(part[source])).sum()) for part in copied):
+                    raise AuditError(
+                        f"nwor audit: state and record of layer {name} in block {target} are not those of block "
+                        f"{source}, from where they moved: {differ} bytes differ"
+                    )
+                self._counts["moves"] += 1
                 self._kept[name, target] = self._kept.pop((name, source), [])
                 self._exported.pop((name, target), None)
                 if (name, source) in self._exported:
