@@ -127,6 +127,7 @@ def check_one_state(case: Case, result: dict[str, Any], record: dict[str, Any]) 
     if case.nwor["recurrent"] == "chunk":
         ring_rows = 24  # more than a ring of this form holds
         assert audit["tokens_rerun"] >= windows
+        assert (audit.get("moves", 0) > 0) == (audit["folds"] > 0)  # both only with prefix caching
     speculation = case.engine["speculative_config"]
     if speculation is None:  # nothing is pending before a request's first window, and after a fold
         assert windows < rows < windows * ring_rows if ring_rows else windows / 2 < rows < windows

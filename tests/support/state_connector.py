@@ -34,10 +34,26 @@ states: dict[str, tuple[str, str, int]] = {}
 handed_over = {"exported": 0, "loaded": 0, "pending": 0}
 
 
-def _pending_in(block: int) -> int:
-    plugin = sys.modules.get("nwor_ops.vllm")
-    engines = plugin.one_states() if plugin else []
-    return sum(int(engine._builders[0].group.cursors.table[block, ::2].sum()) for engine in engines)
+def pending_in(block: int, layers: list[Any]) -> int:
+    """Return the number of pending rows that change a state. In the chunk form, a record may begin with others.
+
+    Args:
+        block: a block of recurrent states.
+        layers: layers of the block's group.
+    """
+    plugin, found = sys.modules.get("nwor_ops.vllm"), 0
+    for engine in plugin.one_states() if plugin else []:
+        cursors = engine._builders[0].group.cursors
+        rows, first, *earlier = cursors.table[block].tolist()
+        rows += sum(earlier)
+        if not cursors.chunk:
+            found += rows
+            continue
+        for layer in layers:
+            updates = layer.recurrent_cache.record_updates[block]
+            places = [(first + row) % updates.shape[0] for row in range(rows)]
+            found += int((updates[places] != 0).flatten(1).any(1).sum())
+    return found
 
 
 def _digest(tensor: Tensor) -> str:
@@ -110,7 +126,7 @@ class StateConnector(_Connector):
             request = "-".join(name.split("-")[:2])  # vLLM adds something
             for layer in self.groups[group].layer_names:
                 digests = _digest(self.convolution_of(layer, block)), _digest(self.state_of(layer, block))
-                states[f"{request}:{tokens}:{layer}"] = (*digests, _pending_in(block))
+                states[f"{request}:{tokens}:{layer}"] = (*digests, pending_in(block, [self.context[layer]]))
 
 
 # ---------------------------------------------------------------- prefill and decode
@@ -204,7 +220,7 @@ class PagesConnector(_Connector):
                          for number, group in enumerate(self.groups) for layer in group.layer_names}  # fmt: skip
                 torch.save(pages, path)
                 handed_over["pending"] += sum(
-                    _pending_in(block)
+                    pending_in(block, [self.context[layer] for layer in group.layer_names])
                     for group, of_group in zip(self.groups, blocks, strict=True) for block in of_group
                     if isinstance(group.kv_cache_spec, MambaSpec)
                 )  # fmt: skip

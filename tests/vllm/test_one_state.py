@@ -790,6 +790,20 @@ def test_chunks_that_move_to_another_block_keep_their_rows() -> None:
     audit.forwarded("after the forward")
 
 
+def test_rows_that_change_nothing_are_not_counted_as_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of connectors count the pending rows of exported blocks."""
+    from state_connector import pending_in
+
+    layer, window, _ = chunks_that_are_audited()
+    monkeypatch.setattr("nwor_ops.vllm.one_states", lambda: [SimpleNamespace(_builders=[window])])
+    # The state of block 5 was stored, and the rows behind it are real.
+    assert (pending_in(5, [layer]), pending_in(2, [layer])) == (2 + 4, 4 + 3)
+    layer.group.cursors.drop(torch.tensor([5]))
+    layer.group.begin_chunk(torch.tensor([5]), torch.tensor([13]))
+    assert int(layer.group.cursors.table[5, ::2].sum()) == 13
+    assert pending_in(5, [layer]) == 0
+
+
 @pytest.mark.parametrize("part", ["state", "updates"])
 def test_the_audit_finds_a_wrong_byte_of_a_move(part: str) -> None:
     layer, _, audit = chunks_that_are_audited()

@@ -64,8 +64,8 @@ class StateAudit(StepListener):
           its last token.
         - ``checkpoints``, ``checkpoint_hits``: checkpoints that vLLM exported, and requests that began from one. Both
           count once for each layer.
-        - ``moves``, ``tokens_rerun``: only in the chunk form: states that moved with their pending rows, and tokens that
-          ran again. Both count once for each layer.
+        - ``moves``, ``tokens_rerun``: only in the chunk form: states that moved with their pending rows, and tokens
+          that ran again. Both count once for each layer.
         """
         return dict(self._counts)
 
