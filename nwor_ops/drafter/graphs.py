@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
@@ -123,6 +124,23 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     cannot capture."""
     current = torch.cuda.current_stream(device)
     return torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep Python's collector off while graphs are recorded.
+
+    It may destroy an unreachable graph. CUDA does not permit this while a stream is capturing, and invalidates the
+    capture. ``torch.cuda.graph`` collects before a capture only with ``torch.compiler.config.force_cudagraph_gc``.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def warm_up(body: Callable[[], object], stream: torch.cuda.Stream) -> None:

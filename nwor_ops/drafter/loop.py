@@ -15,7 +15,16 @@ from torch import Tensor
 from nwor_ops import ops, validation
 from nwor_ops.drafter.buffers import DraftBuffers
 from nwor_ops.drafter.dispatch import MODES, Dispatch, DispatchTable, GraphKey, Mode
-from nwor_ops.drafter.graphs import Graph, Recording, capture_stream, places_of, record, require_unmoved, warm_up
+from nwor_ops.drafter.graphs import (
+    Graph,
+    Recording,
+    capture_stream,
+    no_garbage_collection,
+    places_of,
+    record,
+    require_unmoved,
+    warm_up,
+)
 from nwor_ops.drafter.metadata import DraftMetadata, FirstPass
 from nwor_ops.validation import BoundToMemory
 
@@ -155,7 +164,7 @@ class DraftLoop(BoundToMemory):
         first, so that smaller graphs fit into the memory of the larger ones. The same body runs once as a warm-up
         before each recording, on the stream that then records: the current stream, or a side stream if that is the
         default stream. Both use ``build(..., capturing=True)``. All rows are padded meanwhile, so no key is written to
-        the cache. The contents of the buffers are lost.
+        the cache. The contents of the buffers are lost. Python collects no garbage meanwhile.
 
         Args:
             keys: shapes to record. Duplicates and keys that already have a graph are left out.
@@ -179,10 +188,11 @@ class DraftLoop(BoundToMemory):
         # memory. Ties are ordered by mode, because all ranks of a tensor-parallel group must capture in the same order.
         missing = set(wanted) - set(self._recordings)
         order = sorted(missing, key=lambda job: (job[1].query_len == 1, -job[1].num_tokens, job[0]))
-        for mode, key, filed in order:
-            if key.query_len > 1 or filed > 1:
-                self._recordings[mode, key, filed] = self._record(mode, key, filed, stream)
-                self._tables[mode, filed].add([key])
+        with no_garbage_collection():
+            for mode, key, filed in order:
+                if key.query_len > 1 or filed > 1:
+                    self._recordings[mode, key, filed] = self._record(mode, key, filed, stream)
+                    self._tables[mode, filed].add([key])
 
     def dispatch(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> Dispatch:
         """Return how ``run(num_reqs)`` would run, and the reason; with ``query_len`` > 1, how the first pass would.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from draft_loop import Drafter, play
@@ -59,6 +61,32 @@ def test_captured_drafts_are_those_of_eager_code(mode):
     with captured.loop.launches:
         assert play(captured, mode, ROUNDS, 0.0) == expected
     assert captured.loop.launches.graphs == ROUNDS * (2 if mode == "loop" else NUM_DRAFTS)
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
+def test_garbage_is_not_collected_during_a_capture(enabled):
+    """The collector may destroy an old graph, which CUDA does not permit while a stream is capturing."""
+    captured, seen = drafter(), []
+    model = captured.loop.model_fn
+
+    def watched(*arguments):
+        seen.append(gc.isenabled())
+        if len(seen) > 8:
+            raise RuntimeError("planted")
+        return model(*arguments)
+
+    captured.loop.model_fn = watched
+    (gc.enable if enabled else gc.disable)()
+    try:
+        captured.capture([1], ("loop",))
+        assert gc.isenabled() is enabled
+        with pytest.raises(RuntimeError, match="planted"):
+            captured.capture([2, 3, ROWS], ("loop", "step"))
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+    assert len(seen) > 8
+    assert not any(seen)
 
 
 def test_a_tensor_that_moved_is_refused():

@@ -8,6 +8,7 @@ A number like 41162-1 refers to a requirement of docs/internals/draft-loop-tests
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
@@ -370,6 +371,27 @@ def test_what_moved_is_refused(device):
         RuntimeError, match=r"DraftLoop: buffers\['seeds'\] must not move .* torch.int64 \[4\] .* got .* \[3\]"
     ):
         follower.loop.run(3, "loop")
+
+
+def test_capture_while_an_unreachable_graph_waits_for_the_collector(device):
+    """The collector must not destroy it during the capture: CUDA would then invalidate the capture."""
+    stream, x, before = torch.cuda.Stream(device), torch.zeros(8, device=device), gc.get_threshold()
+    drafter = make_drafter(4, 8, device, debug=False)
+    gc.collect()
+    gc.set_threshold(0)  # not before all graphs of this loop exist
+    try:
+        for _ in range(20):
+            cycle = [torch.cuda.CUDAGraph()]
+            with torch.cuda.graph(cycle[0], stream=stream):
+                x.add_(1)
+            cycle.append(cycle)
+        del cycle
+        gc.set_threshold(1)  # collect at almost every allocation of an object
+        drafter.capture([8])
+    finally:
+        gc.set_threshold(*before)
+    batch = make_round(drafter, 6, 0)
+    assert draft(drafter, batch, "loop") == draft(drafter, batch, "eager")
 
 
 def test_replays_allocate_nothing(device):
