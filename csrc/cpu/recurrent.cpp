@@ -133,7 +133,7 @@ inline float decay_of(const float* decay, int64_t channel) {
     return decay[kPerChannel ? channel : 0];
 }
 
-// Reapplies a row. The result is bit-identical to `forget` followed by `learn`.
+// Reapplies a row. The result is bit-identical to `decay_and_dot_key` followed by `update_and_dot_query`.
 template <bool kPerChannel>
 void reapply(float* __restrict h,            // [dk]
              const float* __restrict decay,  // [1] or [dk]
@@ -145,10 +145,10 @@ void reapply(float* __restrict h,            // [dk]
 
 // Applies the decay, and returns the dot product of the state's row and the key.
 template <bool kPerChannel>
-float forget(float* __restrict h,            // [dk]
-             const float* __restrict decay,  // [1] or [dk]
-             const float* __restrict key,    // [dk]
-             int64_t width) {
+float decay_and_dot_key(float* __restrict h,            // [dk]
+                        const float* __restrict decay,  // [1] or [dk]
+                        const float* __restrict key,    // [dk]
+                        int64_t width) {
     Sum sum;
     for (int64_t i = 0; i < width; i += Sum::kLanes)
         for (int64_t lane = 0; lane < Sum::kLanes; ++lane) {
@@ -159,11 +159,11 @@ float forget(float* __restrict h,            // [dk]
 }
 
 // Adds the update, and returns the dot product of the state's row and the query: the output.
-float learn(float* __restrict h,            // [dk]
-            float u,                        //
-            const float* __restrict key,    // [dk]
-            const float* __restrict query,  // [dk]
-            int64_t width) {
+float update_and_dot_query(float* __restrict h,            // [dk]
+                           float u,                        //
+                           const float* __restrict key,    // [dk]
+                           const float* __restrict query,  // [dk]
+                           int64_t width) {
     Sum sum;
     for (int64_t i = 0; i < width; i += Sum::kLanes)
         for (int64_t lane = 0; lane < Sum::kLanes; ++lane) {
@@ -389,9 +389,11 @@ class WindowHead {
             for (int64_t t = 0; t < tokens_; ++t) {
                 const float* key = keys_.data() + t * width_;
                 const size_t at = static_cast<size_t>(t * c_.states.value_width + value);
-                const float known = forget<kPerChannel>(h, decays_.data() + t * decay_width_, key, width_);
-                values_[at] = (values_[at] - known) * betas_[static_cast<size_t>(t)];
-                outputs_[at] = learn(h, values_[at], key, queries_.data() + t * width_, width_);
+                const float predicted =
+                    decay_and_dot_key<kPerChannel>(h, decays_.data() + t * decay_width_, key, width_);
+                values_[at] = (values_[at] - predicted) * betas_[static_cast<size_t>(t)];
+                outputs_[at] =
+                    update_and_dot_query(h, values_[at], key, queries_.data() + t * width_, width_);
                 if (c_.all_states == nullptr) continue;
                 State* all = reinterpret_cast<State*>(c_.all_states) + (begin_ + t) * c_.all_states_stride;
                 store(all + (value_head_ * c_.states.value_width + value) * width_, h, width_);
