@@ -239,7 +239,7 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
     step.row = {step.slot, rows, cursor.first, step.slot};
     if (a.ring_rows == 0) {
         step.cursor = {tokens, 1 - cursor.first, 0};
-    } else if (a.chunk > 0 && rows >= a.chunk) {  // the rows behind the chunk stay pending
+    } else if (a.chunk > 0 && rows >= a.chunk) {  // the rows after the chunk stay pending
         const int32_t chunk = static_cast<int32_t>(a.chunk);
         step.cursor = {tokens, static_cast<int32_t>((cursor.first + chunk) % all_rows), rows - chunk};
     } else if (a.chunk == 0 && rows + tokens > a.ring_rows) {

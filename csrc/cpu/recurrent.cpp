@@ -409,11 +409,10 @@ class WindowHead {
     void run_chunk() {
         const int64_t width = width_, values = c_.states.value_width, chunk = c_.chunk;
         const int64_t folded = plan_.stores() ? chunk : 0, before = reapplied_.rows - folded;
-        const auto key =
-            [&](int64_t row) {  // of all rows behind the first base: pending ones, then the window
-                return row < before ? reapplied_.keys.data() + (folded + row) * width
-                                    : keys_.data() + (row - before) * width;
-            };
+        const auto key = [&](int64_t row) {  // rows after the first base: pending ones, then the window
+            return row < before ? reapplied_.keys.data() + (folded + row) * width
+                                : keys_.data() + (row - before) * width;
+        };
         const auto decay_at = [&](int64_t row) {
             return row < before ? *reapplied_.decays[static_cast<size_t>(folded + row)]
                                 : decays_[static_cast<size_t>(row - before)];

@@ -1,25 +1,26 @@
 // Family recurrent on CUDA: the chunk form. Semantics: nwor_ops/ops/recurrent.py, and `run_chunk` in
 // csrc/cpu/recurrent.cpp.
 //
-// A window does not build the states of its tokens. S is the state at the base of a token's chunk, as it is
-// stored, and c(i) the product of the key of row i with the token's key, times the decays between them. Then
+// A window does not build the states of its tokens. S is the stored state at the base of a token's chunk. For
+// each row i, c(i) is the product of its key with the token's key, times the decays between them. The update
+// is
 //
 //     u = beta (v - decay S k - sum of c(i) u(i) over the chunk's rows before the token)
 //
-// and the output is the same sum with the query in the place of the key, and with u itself. Tensor cores
-// multiply S with all keys and queries of the window, and keys with keys and queries.
+// The output is the same sum for the query instead of the key, and includes u itself. Tensor cores multiply S
+// with all keys and queries of the window. They also multiply keys with keys and queries.
 //
 // Raw keys and queries are bfloat16, which tensor cores multiply exactly. A float32 state is split into two
 // parts of tf32 (22 bits of the mantissa), and an update into three parts of bfloat16 (24 bits).
 //
-// The bits of a token depend only on S and on the chunk's rows up to it: each column of a product is computed
-// alone, and all other sums and products run from the chunk's first row on. `fold` adds the rows of a chunk
-// to S. Verify and fold call it in the same way, so a state has the same bits wherever its chunk was folded.
+// The bits of a token depend only on S and on the chunk's rows up to it. Each column of a product is
+// separate. All other sums and products begin at the chunk's first row. `fold` adds the rows of a chunk to S.
+// Verify and fold call it in the same way, so both compute the same bits of a state.
 //
-// Slower than it could be: a state goes through shared memory by copies of 16 bytes, where bulk copies are
-// faster for float32. A block that folds computes the weights of the rows in each thread, and reads keys for
-// the product by elements of two bytes, instead of one transposed copy for all warps. With few heads and the
-// norm, a block of eight warps has the whole head.
+// Possible improvements: a state comes to shared memory by copies of 16 bytes. Bulk copies are faster for
+// float32. In a block that folds, each thread computes the weights of the rows and reads keys of the product
+// by elements of two bytes. One transposed copy would serve all warps. With few heads and the norm, a block
+// of eight warps has the whole head.
 #include <cstdint>
 
 #include "../common/dispatch.h"
@@ -41,7 +42,7 @@ constexpr int kWidth = 128;        // of keys and of values
 constexpr int kC = kChunkRows;     // rows of a chunk
 constexpr int kRowsOfTile = 16;    // rows of a state that a warp has in registers
 constexpr int kVectorBytes = 288;  // between raw keys in shared memory: 256, and 32 against bank conflicts
-constexpr int kMostRows = kC - 1 + kMostChunkWindow;  // behind a base
+constexpr int kMostRows = kC - 1 + kMostChunkWindow;  // after a base
 static_assert(kC == 16, "the depth of a tensor-core product");
 
 // Offsets in the shared memory of a block, in bytes.
@@ -259,7 +260,7 @@ __device__ void fold(Tile<State>* tile, const ChunkRows& rows, int first, int co
     const LaneOfTile at;
     const float *decays = rows.decays() + first, *norms = rows.norms() + first;
 
-    // Weights of the lane's four rows: decays behind the row, and the factor that normalizes the key
+    // Weights of the lane's four rows: decays after the row, and the factor that normalizes the key
     const auto row_of = [&](int k) { return 2 * at.column + k / 2 * 8 + k % 2; };
     float total = 1.0f, weights[4] = {1.0f, 1.0f, 1.0f, 1.0f};
 #pragma unroll 1
@@ -421,7 +422,7 @@ __device__ void find_norms(const VerifyArguments& c, const ChunkPlaces& places, 
     }
 }
 
-// Computes the coefficients of the rows behind the base, for each token of the window, and the factors of the
+// Computes the coefficients of the rows after the base, for each token of the window, and the factors of the
 // state. `folded` rows are before the base. A token of the next chunk reads no row of this one.
 template <int kTokens>
 __device__ void find_coefficients(const ChunkPlaces& places, const ChunkRows& rows, int folded,
@@ -602,7 +603,7 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
                 if (part == 0) tile.store(state + first * T::kRowBytes, job.is_aligned, job.shared.states);
             }
 
-            // What it gives each token: of the key, and of the query
+            // The state's product with each token's key, and with its query
             float y[kTiles][4], known[kTiles][2], asked[kTiles][2], v[kTiles][2];  // v: then the updates
             multiply(y, tile, shared_at<char>(job.shared.vectors));
             if (!kStoresAll && part + 1 == parts) {
@@ -625,7 +626,7 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
                 }
             }
 
-            // What the rows before the window give. A row is a row behind the first base
+            // Add the products of the rows before the window. Rows are counted from the first base
 #pragma unroll 4
             for (int i = part * kC; i < before; ++i) {
                 const float2 u = *rows.updates(folded + i, value);
@@ -639,7 +640,7 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
                 }
             }
 
-            // The tokens, one after the other. A lane computes the updates of its own ones
+            // The tokens, one after the other. A lane keeps the updates of the tokens of its column
 #pragma unroll
             for (int j = 0; j < kTokens; ++j) {
                 if (j < begin || j >= end) continue;
@@ -736,7 +737,7 @@ void start_verify(const VerifyArguments& c, const Launch& launch) {
 
 // Grid: x = L * E * HV * (dv / rows of a block), see `BlockPlaces`; layer and entry together take the place
 // of its request. Block: x = 32 * (rows of a block / 16). A block folds some rows of one head's state: a
-// whole chunk as a window does, and then the rows behind it.
+// whole chunk as a window does, and then the rows after it.
 template <class State>
 __global__ void __launch_bounds__(kThreads, 2)
     chunk_fold_kernel(const __grid_constant__ FoldJob<ChunkPlaces> job) {
