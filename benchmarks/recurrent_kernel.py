@@ -1,8 +1,8 @@
 """Compare gated_delta_verify with vLLM's kernels, which store the state after every token: microseconds per layer.
 
-    PYTHONPATH=path/to/vllm/tree python benchmarks/recurrent_kernel.py [FOLDER]
-    python benchmarks/recurrent_kernel.py [FOLDER] --ring-rows 4 6 8 12
-    python benchmarks/recurrent_kernel.py [FOLDER] --chunk 16
+    PYTHONPATH=path/to/vllm/tree python benchmarks/recurrent_kernel.py [--folder FOLDER]
+    python benchmarks/recurrent_kernel.py [--folder FOLDER] --ring-rows 4 6 8 12
+    python benchmarks/recurrent_kernel.py [--folder FOLDER] --chunk 16
 
 The first form needs vLLM: its Triton kernel, and its compiled core (of the installed vLLM, or of VLLM_CORE). It takes
 under two minutes. The other forms compare only our kernels: the second with rings of these numbers of rows, and without
@@ -178,7 +178,7 @@ def ring_case_rows(name: str, requests: int, drafts: int, rings: list[int], chun
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=pathlib.Path, default=FOLDER, help="folder of the results")
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="folder of the results")
     parser.add_argument("--ring-rows", type=int, nargs="+", default=[], help="compare rings with no ring")
     parser.add_argument("--chunk", type=int, default=0, choices=[0, 16], help="compare the chunk form too")
     options = parser.parse_args()

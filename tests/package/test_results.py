@@ -96,6 +96,7 @@ def test_every_figure_says_how_it_was_measured(file: pathlib.Path) -> None:
     assert len(found) == len(named) > 0
     for entry in found.values():
         assert set(entry) >= set(results.CIRCUMSTANCES)
+        assert " /" not in entry["command"]  # a folder of the machine
         assert "outcome" in entry or set(entry) >= {"value", "unit", "better", "spread"}
 
 
