@@ -607,19 +607,22 @@ def capture_full_graphs(runner: Any, shift: int) -> dict[Any, Any]:
 
     With another `shift` their buffers have other addresses, which may affect the times. Otherwise each capture would
     reuse the memory of the previous one.
+
+    The earlier graphs stay alive. From torch 2.12, a graph that is destroyed takes the cuBLAS workspaces of its capture
+    stream with it (pytorch #193402). The piecewise graphs were captured on that stream and still use them.
     """
     import torch
     from vllm.config import CUDAGraphMode, set_current_vllm_config
 
     manager = runner.cudagraph_manager
-    batches_of, manager.graphs = manager._capture_descs, {}
+    batches_of, earlier, manager.graphs = manager._capture_descs, manager.graphs, {}
     manager._capture_descs = {mode: batches for mode, batches in batches_of.items() if mode == CUDAGraphMode.FULL}
     runner.speculator.capture = lambda: None
-    begin, held = torch.cuda.CUDAGraph.capture_begin, []
+    begin, held = torch.cuda.CUDAGraph.capture_begin, [earlier]
 
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
         begin(graph, *args, **kwargs)
-        # torch has one pool for small blocks and one for large blocks.
+        # torch has one pool for small blocks and one for large blocks. The next capture would use their memory again.
         sizes = [least + shift * 37 * 1024 for least in (0, 1 << 20)] if shift else []
         held.extend(torch.empty(size, dtype=torch.uint8, device=runner.device) for size in sizes)
 
@@ -631,7 +634,7 @@ def capture_full_graphs(runner: Any, shift: int) -> dict[Any, Any]:
         torch.cuda.CUDAGraph.capture_begin = begin  # type: ignore[method-assign]
         manager._capture_descs = batches_of
         del runner.speculator.capture  # the method again
-    runner.nwor_held = [*getattr(runner, "nwor_held", ()), *held]  # otherwise, the next capture would use this memory
+    runner.nwor_held = [*getattr(runner, "nwor_held", ()), *held]
     gc.collect()
     gc.freeze()  # restore what vLLM set and a capture resets
     return manager.graphs

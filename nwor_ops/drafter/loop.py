@@ -166,6 +166,9 @@ class DraftLoop(BoundToMemory):
         default stream. Both use ``build(..., capturing=True)``. All rows are padded meanwhile, so no key is written to
         the cache. The contents of the buffers are lost. Python collects no garbage meanwhile.
 
+        Capture on a stream that no other graph was captured on. From torch 2.12, a graph that is destroyed frees the
+        cuBLAS workspaces of its stream, and the stream's other graphs then use freed memory (pytorch/pytorch#193402).
+
         Args:
             keys: shapes to record. Duplicates and keys that already have a graph are left out.
             modes: "auto" records the one graph that ``run`` would choose. Name the modes to record both.
