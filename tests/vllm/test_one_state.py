@@ -611,7 +611,7 @@ class Layer:
         self.prefix, self.geometry, spec = "layer", geometry, geometry.extend(states)
         pages = torch.zeros(slots, spec.page_size_bytes + 64, dtype=torch.int8)
         pages = pages[:, : pages.shape[1] // 16 * 16].clone()
-        rows = 6 * 768 * 2
+        self.pages, rows = pages, 6 * 768 * 2
         state = pages[:, rows : states.page_size_bytes].view(torch.float32).view(-1, 4, 128, width)
         state.copy_(torch.randn(slots, 4, 128, width, generator=generator))
         self.kv_cache = (pages[:, :rows].view(torch.bfloat16), state)
@@ -736,6 +736,17 @@ def chunks_that_are_audited() -> tuple[Layer, Window, StateAudit]:
     assert not torch.equal(layer.kv_cache[1][5], before[5])
     assert torch.equal(layer.kv_cache[1][2], before[2])
     return layer, window, audit
+
+
+def test_a_chunk_that_begins_writes_whole_records_and_nothing_else() -> None:
+    layer, other = Layer(geometry=CHUNK), Layer(geometry=CHUNK)
+    other.pages.random_(-128, 127, generator=torch.Generator().manual_seed(5))
+    layer.pages.copy_(other.pages)
+    for record in other.recurrent_cache.records:
+        record[[0, 5]] = 0
+    other.recurrent_cache.record_decays[[0, 5]] = 1
+    layer.group.begin_chunk(torch.tensor([5, 0, 5]), torch.tensor([13, 1, 13]))
+    assert torch.equal(layer.pages, other.pages)
 
 
 def test_the_audit_runs_windows_of_chunks_again() -> None:

@@ -25,6 +25,7 @@ class GroupLayers:
     def __init__(self, cursors: Cursors, layers: Sequence[Any]) -> None:
         self.cursors = cursors
         self.layers = {layer.prefix: layer for layer in layers}
+        self._neutral: Tensor | None = None  # layers of a group have records of one geometry
         self._fold = Fold({layer.prefix: RecurrentLayer(layer.recurrent_cache, layer.layer_window) for layer in layers})
 
     def begin_chunk(self, slots: Tensor, positions: Tensor) -> None:
@@ -36,11 +37,12 @@ class GroupLayers:
             slots: int64 ``[E]``: blocks with nothing pending; 0 = skip this entry.
             positions: integers ``[E]``: number of tokens in each state.
         """
-        for layer in self.layers.values():
-            cache = layer.recurrent_cache
-            for record in (cache.record_keys, cache.record_norms, cache.record_updates):
-                record.index_fill_(0, slots, 0)
-            cache.record_decays.index_fill_(0, slots, 1)
+        for layer in self.layers.values():  # one launch per layer
+            geometry = layer.geometry
+            if self._neutral is None:
+                self._neutral = geometry.neutral_record(slots.device)
+            record = self._neutral.expand(slots.shape[0], -1)
+            geometry.whole_records(layer.recurrent_cache).index_copy_(0, slots, record)
         self.cursors.begin_chunk(slots, positions)
 
     def fold(self, plan: Tensor, sources: Tensor, targets: Tensor, rows: Tensor, keep_source: bool = False) -> None:

@@ -98,6 +98,19 @@ class RecordGeometry:
         """Bytes of one record."""
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.parts.values())
 
+    def whole_records(self, cache: RecurrentCache) -> Tensor:
+        """Return the records of a cache in pages as int32 ``[num_slots, num_bytes / 4]``, a view."""
+        first = cache.record_updates.view(torch.int32)
+        return first.as_strided((first.shape[0], self.num_bytes // 4), (first.stride(0), 1))
+
+    def neutral_record(self, device: torch.device) -> Tensor:
+        """Return a record whose rows change nothing, int32 ``[num_bytes / 4]``: each decay is 1, all else is 0."""
+        filled = [
+            torch.full((prod(shape),), name == "decays", dtype=dtype, device=device).view(torch.int32)
+            for name, (shape, dtype) in self.parts.items()
+        ]
+        return torch.cat(filled)
+
     def extend(self, spec: Any) -> Any:
         """Return a layer's ``MambaSpec`` with records in its pages and one state per request."""
         shapes, dtypes = zip(*self.parts.values(), strict=True)
