@@ -16,12 +16,14 @@ cache of the same size, and they take turns. A vanilla engine is a name of ``VAR
     bfloat16    with bfloat16 states
     drafts_N    with K = N; 0 is no speculation
     ring_R      with VLLM_NWOR_RING_ROWS=R, only for our engine
+    chunk       with VLLM_NWOR_RECURRENT=chunk, only for our engine; +no_prefix while it refuses prefix caching
 
 Each draft is accepted with the probability that gives 2.5 tokens a step at K = 3, so K = 1 and 2 have 1.69 and 2.17.
 
 With ``--ours drafts_0`` our engine does not speculate either. Its rows go to a separate file
 (``gpu_hybrid_without_drafts.jsonl``), and the vanilla engines are ``drafts_0`` and ``bfloat16+drafts_0`` by default.
-So do those of an engine with a ring, as ``--ours drafts_0+ring_6`` (``gpu_hybrid_without_drafts_ring.jsonl``).
+So do those of an engine with a ring, as ``--ours drafts_0+ring_6`` (``gpu_hybrid_without_drafts_ring.jsonl``), and with
+chunks, as ``--ours chunk+no_prefix`` (``gpu_hybrid_chunk.jsonl``).
 
 Rows, of which each is written when it is measured:
 
@@ -114,7 +116,11 @@ VARIANTS = {
     "triton": Variant({"gdn_prefill_backend": "triton"}),
     "bfloat16": Variant({"mamba_ssm_cache_dtype": "bfloat16"}),
     **{f"drafts_{drafts}": Variant(drafts=drafts) for drafts in (0, 1, 2)},
-    **{f"ring_{rows}": Variant({"additional_config": {"nwor": {"ring_rows": rows}}}) for rows in (4, 6, 8, 12)},
+    **{
+        f"ring_{rows}": Variant({"additional_config": {"nwor": {"recurrent": True, "ring_rows": rows}}})
+        for rows in (4, 6, 8, 12)
+    },
+    "chunk": Variant({"additional_config": {"nwor": {"recurrent": "chunk"}}}),
 }
 # A run without --vanilla takes these: the defaults first, then what a user may find faster.
 VANILLA = ("default", "bfloat16", "no_prefix+drafts_1", "drafts_2", "drafts_0", "triton")
@@ -138,8 +144,9 @@ def variant_of(name: str) -> Variant:
     return Variant(engine, drafts)
 
 
-def job_of(folder: pathlib.Path, variant: Variant, small: bool, block_size: int | None = None) -> dict[str, Any]:
+def job_of(folder: pathlib.Path, variant: Variant, options: argparse.Namespace) -> dict[str, Any]:
     """Return the job of either side; the environment says which side it is."""
+    small = options.small
     if small:  # vLLM's CPU engine, to try the script: neither side has recurrent layers
         model = write_shape(folder / "target", LLAMA_8B | SMALL)
         drafter = write_shape(folder / "drafter", LLAMA_8B | SMALL | {"num_hidden_layers": 1})
@@ -158,12 +165,12 @@ def job_of(folder: pathlib.Path, variant: Variant, small: bool, block_size: int 
         "disable_log_stats": False,
         "max_num_batched_tokens": 8192,
         # No memory profiling: two engines share the GPU, with caches of one size.
-        "kv_cache_memory_bytes": 36 * GIB,
+        "kv_cache_memory_bytes": options.cache_gib * GIB,
         "gpu_memory_utilization": 0.2,
         **variant.engine,
     }
-    if block_size is not None:
-        engine["block_size"] = block_size
+    if options.block_size is not None:
+        engine["block_size"] = options.block_size
     if variant.drafts:
         engine["speculative_config"] = {
             "method": "mtp",
@@ -182,7 +189,7 @@ def job_of(folder: pathlib.Path, variant: Variant, small: bool, block_size: int 
 
 def launch(side: str, job: dict[str, Any], folder: pathlib.Path, cache: pathlib.Path, small: bool) -> EngineProcess:
     environment = {} if small else {"VLLM_USE_FLASHINFER_SAMPLER": "1"}  # as by default
-    if side == OURS and not small:
+    if side == OURS and not small and "additional_config" not in job["engine"]:
         environment["VLLM_NWOR_RECURRENT"] = "1"
     return launch_engine(side.replace("+", "_"), job, folder, cache, "v2", environment)
 
@@ -327,9 +334,9 @@ def best_figures(known: dict[str, dict[str, Any]], targets: dict[int, float]) ->
 
 def results_of(ours: str) -> str:
     """Name of the results of our engine with this variant."""
-    variant = variant_of(ours)
-    drafts, ring = "" if variant.drafts else "_without_drafts", "_ring" if "additional_config" in variant.engine else ""
-    return f"{NAME}{drafts}{ring}"
+    drafts = "" if variant_of(ours).drafts else "_without_drafts"
+    form = next((f"_{form}" for form in ("ring", "chunk") if form in ours), "")
+    return f"{NAME}{drafts}{form}"
 
 
 def known_rows(folder: pathlib.Path, results: str) -> dict[str, dict[str, Any]]:
@@ -356,6 +363,7 @@ def parse_arguments() -> argparse.Namespace:
         "--held", action=argparse.BooleanOptionalAction, default=True, help="count the requests in a full cache"
     )
     parser.add_argument("--block-size", type=int, help="of both sides; else each engine chooses")
+    parser.add_argument("--cache-gib", type=int, default=36, help="of each side; 12 fits on an H100")
     parser.add_argument("--resume", action="store_true", help="leave out what the results have already")
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
     parser.add_argument("--logs", type=pathlib.Path, help="where logs and answers go")
@@ -393,7 +401,7 @@ def main() -> int:
             print(f"-- {time.monotonic() - began:.0f} s", flush=True)
 
         def start(side: str, name: str) -> EngineProcess:
-            job = job_of(folder, variant_of(name), options.small, options.block_size)
+            job = job_of(folder, variant_of(name), options)
             return launch(side, job, folder, cache, options.small)
 
         engines: dict[str, EngineProcess] = {}
