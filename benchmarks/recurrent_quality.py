@@ -90,7 +90,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.norm = nn.Embedding(BYTES, WIDTH), nn.RMSNorm(WIDTH)
-        self.layers = nn.ModuleList(Layer(number) for number in range(LAYERS))
+        self.layers = [Layer(number) for number in range(LAYERS)]
+        self.registered = nn.ModuleList(self.layers)
         self.logits = nn.Linear(WIDTH, BYTES)
 
     def forward(self, tokens: Tensor, recurrence: Recurrence) -> Tensor:
