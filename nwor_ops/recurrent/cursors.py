@@ -65,7 +65,7 @@ class Cursors(BoundToMemory):
         self.table[:, 0].index_fill_(0, slots, 0)
 
     def rewind(self, slots: Tensor, num_kept: Tensor, tokens: Tensor) -> Tensor:
-        """Take back the last pending rows of slots.
+        """Take back the last pending rows of slots. Slots with an invalid ``num_kept`` stay as they are.
 
         Args:
             slots: int64 ``[E]``.
@@ -75,17 +75,19 @@ class Cursors(BoundToMemory):
         Returns:
             int32 ``[E]``: the number of rows that were taken back. It is less than ``tokens`` if fewer are pending.
         """
-        cursors = self.table[slots]
-        recorded, earlier = cursors[:, 0] > 0, cursors[:, 2:].sum(1, dtype=torch.int32)
-        pending = earlier + torch.where(recorded, num_kept, 0)
-        taken = torch.minimum(tokens.clamp(min=0), pending)
+        before = self.table[slots]
+        recorded, earlier = before[:, 0], before[:, 2:].sum(1, dtype=torch.int32)
+        is_valid = (recorded == 0) | ((num_kept > 0) & (num_kept <= recorded))
+        pending = earlier + torch.where(recorded > 0, num_kept, 0)
+        taken = torch.where(is_valid, torch.minimum(tokens.clamp(min=0), pending), 0)
         left = pending - taken
-        num_kept.copy_(left)
+        num_kept.copy_(torch.where(is_valid, left, num_kept))
+        cursors = before.clone()
         if self.ring_rows:
             cursors[:, 0], cursors[:, 2] = 0, left
         else:
             cursors[:, 0] = left
-        self.table[slots] = cursors
+        self.table[slots] = torch.where(is_valid[:, None], cursors, before)
         return taken
 
     def begin_chunk(self, slots: Tensor, positions: Tensor) -> None:

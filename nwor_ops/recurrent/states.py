@@ -430,7 +430,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             tokens: int32 ``[E]``: number of tokens to take back. A negative number counts as 0.
 
         Returns:
-            int32 ``[E]``: the number of tokens that were taken back. It is less than ``tokens`` if fewer are pending.
+            int32 ``[E]``: the number of tokens that were taken back. It is less than ``tokens`` if fewer are pending,
+            and 0 for a request that windows skip because its count is invalid.
 
         Raises:
             RuntimeError: a window is open.

@@ -973,3 +973,22 @@ def test_rewind_takes_back_pending_tokens(ring_rows):
         decoding.states.rewind(decoding.tensor([8]), decoding.tensor([1]))
     with pytest.raises(ValueError, match="rewind: tokens must be as many as slots, 1, got 2"):
         decoding.states.rewind(decoding.tensor([1]), decoding.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("kept", [-1, 0, 4, 99])
+@pytest.mark.parametrize("ring_rows", [0, 6])
+def test_rewind_leaves_an_invalid_count_as_it_is(ring_rows, kept):
+    """On CUDA, windows skip such a request until its slot is reset or folded. A rewind must not bring it back."""
+    decoding = Decoding(("gdn",), max_window=3, ring_rows=ring_rows)
+    decoding.start(1)
+    for stay in (2, 3):
+        decoding.window({1: 3}, {1: stay})
+    states = decoding.states
+    states.num_kept[1] = kept
+    cursors = states.cursors.table.clone()
+    for tokens in (1, 98):
+        assert states.rewind(decoding.tensor([1]), decoding.tensor([tokens])).tolist() == [0]
+        assert torch.equal(states.cursors.table, cursors)
+        assert states.num_kept[1] == kept
+    with pytest.raises(ValueError, match=rf"num_kept\[0\] must be from 1 to the 3 tokens .* got {kept}"):
+        decoding.begin([1], [3])
