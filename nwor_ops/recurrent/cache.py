@@ -254,15 +254,15 @@ def _check_ring(where: str, ring_rows: int, max_window: int) -> None:
 def _check_chunk(cache: RecurrentCache, per_channel: bool, max_window: int) -> None:
     if cache.chunk != CHUNK:
         raise ValueError(f"RecurrentCache: chunk must be 0 or {CHUNK}, got {cache.chunk}")
+    if max_window > MOST_CHUNK_WINDOW:
+        raise ValueError(
+            f"RecurrentCache: max_window must be at most {MOST_CHUNK_WINDOW} with chunk {CHUNK}, got {max_window}"
+        )
     least = CHUNK - 1 + max_window
     if cache.ring_rows < least:
         raise ValueError(
             f"RecurrentCache: ring_rows must be at least {least} with chunk {CHUNK} and windows of {max_window}, got "
             f"{cache.ring_rows}"
-        )
-    if max_window > MOST_CHUNK_WINDOW:
-        raise ValueError(
-            f"RecurrentCache: max_window must be at most {MOST_CHUNK_WINDOW} with chunk {CHUNK}, got {max_window}"
         )
     if per_channel:
         raise ValueError(f"RecurrentCache: per_channel must be False with chunk {CHUNK}, got True")

@@ -110,7 +110,7 @@ def test_a_fold_starts_a_chunk():
         ({"chunk": 8}, "chunk must be 0 or 16, got 8"),
         ({"ring_rows": 18}, "ring_rows must be at least 19 with chunk 16 and windows of 4, got 18"),
         ({"ring_rows": 0}, "ring_rows must be at least 19 with chunk 16 and windows of 4, got 0"),
-        ({"max_window": 9, "ring_rows": 23}, "ring_rows must be at least 24 with chunk 16 and windows of 9, got 23"),
+        ({"max_window": 9, "ring_rows": 23}, "max_window must be at most 8 with chunk 16, got 9"),
         ({"per_channel": True}, "per_channel must be False with chunk 16, got True"),
         ({"key_size": 64}, r"state must be \[S, HV, 128, 128\] with chunk 16, got heads of \[128, 64\]"),
     ],
