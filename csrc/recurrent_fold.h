@@ -113,7 +113,7 @@ inline FoldArguments check_fold(
         const RecurrentRecord record =
             record_view({argument(1), argument(2), argument(3), argument(4)}, view, 0);
         if (chunk > 0) {
-            check_chunk_layout(argument(0), argument(3));
+            check_chunk_layout(argument(0), argument(1), argument(3));
             if (!record.is_ring || record.rows <= chunk)
                 argument(1).must_be("a ring of more than ", chunk, " rows with chunk");
         }

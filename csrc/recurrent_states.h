@@ -168,9 +168,11 @@ inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates
 }
 
 // Checks what the chunk form has kernels for.
-inline void check_chunk_layout(const Argument& states, const Argument& decays) {
+inline void check_chunk_layout(const Argument& states, const Argument& keys, const Argument& decays) {
     if (states.tensor.size(2) != 128 || states.tensor.size(3) != 128)
         states.must_be("of value_width 128 and key_width 128 with chunk");
+    if (keys.tensor.is_cuda() && keys.tensor.scalar_type() != ScalarType::BFloat16)
+        keys.must_have_dtype("torch.bfloat16 with chunk on CUDA");
     if (decays.tensor.dim() != 4) decays.must_be("of one decay per head with chunk");
 }
 

@@ -163,7 +163,7 @@ inline VerifyArguments check_verify(
                          ring_rows, " of the ring and those of a window");
     }
     check_chunk(op, chunk, ring_rows, c.record.window_rows);
-    if (chunk > 0) check_chunk_layout(states, decays);
+    if (chunk > 0) check_chunk_layout(states, keys, decays);
     c.chunk = static_cast<uint8_t>(chunk);
     const int64_t heads = c.states.num_value_heads, dk = c.states.key_width, dv = c.states.value_width;
 

@@ -809,21 +809,15 @@ void start_fold(const FoldArguments& f, const Launch& launch) {
     start_folds(f, &job, chunk_fold_kernel<State>, shape_of, launch);
 }
 
-void check_input_type(const char* op, ScalarType dtype) {
-    if (dtype != ScalarType::BFloat16) fail(op, "inputs must have dtype torch.bfloat16 with chunk on CUDA");
-}
-
 }  // namespace
 
 void run_chunk(const VerifyArguments& c, const Tensor& like) {
-    check_input_type(c.op, c.dtype);
     const Launch launch(like);
     with_state_type(c.states, [&](auto state) { start_verify<typename decltype(state)::type>(c, launch); });
     check_launch(launch);
 }
 
 void run_chunk(const FoldArguments& f, const Tensor& like) {
-    check_input_type(f.op, f.record.key_dtype);
     const Launch launch(like);
     with_state_type(f.states, [&](auto state) { start_fold<typename decltype(state)::type>(f, launch); });
     check_launch(launch);

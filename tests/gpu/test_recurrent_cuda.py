@@ -754,7 +754,8 @@ def test_plans_that_split_a_chunk_are_skipped(device):
 
 def test_chunks_of_half_inputs(device):
     requests = chunks(device, 1, 4, torch.float32, dtype=torch.float16)
-    with pytest.raises(TypeError, match=r"gated_delta_verify: inputs must have dtype torch\.bfloat16 with chunk"):
+    sentence = r"record_keys must have dtype torch\.bfloat16 with chunk on CUDA, got torch\.float16"
+    with pytest.raises(TypeError, match=f"gated_delta_verify: {sentence}"):
         requests.run(requests.draw([4]))
 
 
