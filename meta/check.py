@@ -46,6 +46,12 @@ class Number(NamedTuple):
     bounded: bool = True
 
 
+class Choice(NamedTuple):
+    """The allowed values of an integer."""
+
+    values: tuple[int, ...]
+
+
 class Real(NamedTuple):
     """Requirements of a float option. It must be finite after rounding to float32, as the kernels compute with it.
 
@@ -59,7 +65,7 @@ class Real(NamedTuple):
     most: float = math.inf
 
 
-Spec = Array | Number | Real
+Spec = Array | Number | Choice | Real
 
 TINY = 2.0**-149  # smallest positive float32
 POSITIVE, NOT_NEGATIVE, ID, SIZE = Number(1), Number(0), Number(None), Number(0, bounded=False)
@@ -114,6 +120,8 @@ def check(op: str, specs: Mapping[str, Spec], given: Mapping[str, Any]) -> None:
     for name, limits, value in values:
         if isinstance(limits, Number):
             is_number(op, name, value, limits)
+        elif isinstance(limits, Choice):
+            is_choice(op, name, value, limits)
         elif isinstance(limits, Real):
             is_real(op, name, value, limits)
 
@@ -175,6 +183,11 @@ def is_real(op: str, name: str, value: float, spec: Real) -> None:
     if not (math.isfinite(rounded) and spec.least <= rounded <= spec.most):
         words = f"{spec.range} and finite" if spec.range else "finite"
         raise ValueError(f"{op}: {name} must be {words} in float32, got {value:g}")
+
+
+def is_choice(op: str, name: str, value: int, spec: Choice) -> None:
+    if value not in spec.values:
+        raise ValueError(f"{op}: {name} must be {' or '.join(map(str, spec.values))}, got {value}")
 
 
 def is_number(op: str, name: str, value: int, spec: Number) -> None:

@@ -2,7 +2,20 @@
 
 import torch
 
-from nwor_ops.meta.check import NOT_NEGATIVE, POSITIVE, SOURCES, TINY, Array, Real, by_name, flags, ids, int32, int64
+from nwor_ops.meta.check import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SOURCES,
+    TINY,
+    Array,
+    Choice,
+    Real,
+    by_name,
+    flags,
+    ids,
+    int32,
+    int64,
+)
 
 STATE = "[num_slots, num_value_heads, value_width, key_width]"
 DECAYS = (
@@ -39,7 +52,8 @@ ARGUMENTS = by_name({
     ids("[num_entries]"): "source_slots target_slots",
     flags("[num_requests]"): "is_window",
     POSITIVE: "record_rows",
-    NOT_NEGATIVE: "ring_rows chunk",
+    NOT_NEGATIVE: "ring_rows",
+    Choice((0, 16)): "chunk",
     Real(): "scale",
     Real("positive", least=TINY): "softplus_beta",
     Real("at most 88", most=88): "softplus_threshold",

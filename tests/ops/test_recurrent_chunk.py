@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 
+import layouts
 import pytest
 import samples_recurrent as samples
 import torch
@@ -123,7 +124,7 @@ def test_a_cursor_past_its_chunk():
     ("rows", "ring", "chunk", "sentence"),
     [
         (8, 23, 8, "chunk must be 0 or 16, got 8"),
-        (8, 23, -1, "chunk must not be negative|chunk must be 0 or 16, got -1"),
+        (8, 23, -1, "chunk must be 0 or 16, got -1"),
         (9, 23, 16, "chunk must be 0 with windows of more than 8 rows, got 16 with windows of 9"),
         (8, 22, 16, "ring_rows must be at least 23 with chunk 16 and the 8 rows of a window, got 22"),
         (1, 0, 16, "ring_rows must be at least 16 with chunk 16 and the 1 rows of a window, got 0"),
@@ -135,6 +136,16 @@ def test_refused_chunks(rows, ring, chunk, sentence):
         ops.plan_recurrent_window(
             torch.zeros(1, 4).int(), cursors, int64(0), int32(1), int32(0, 1), int32(0), rows, None, None, ring, chunk
         )
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize("op", ["plan_recurrent_window", "gated_delta_verify", "gated_delta_fold"])
+@pytest.mark.parametrize("chunk", [-16, 8, 2**40])
+def test_refused_sizes_of_a_chunk(chunk, op, place):
+    """An invalid size fails while it is traced, with the same message."""
+    arguments = next(given for given in samples.recurrent_samples(op) if type(given[-1]) is int and given[-1] == CHUNK)
+    with pytest.raises(ValueError, match=f"^{op}: chunk must be 0 or 16, got {chunk}$"):
+        getattr(ops, op)(*layouts.twin(arguments[:-1], place), chunk)
 
 
 # ---------------------------------------------------------------- bits
