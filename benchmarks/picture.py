@@ -62,9 +62,9 @@ def draw(axes: Axes, found: Mapping[str, dict[str, Any]], series: dict[str, str]
 
 
 def draw_engines() -> None:
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    figure = Figure(figsize=(7, 6.6), layout="constrained")
     FigureCanvasAgg(figure)
-    kernels, engine = figure.subplots(1, 2, width_ratios=(2, 1))
+    kernels, engine = figure.subplots(2, 1)  # below each other, for phones
     draw(kernels, read("h200", "cow_transaction"), CACHES, SHAPES)
     kernels.axhline(1.0, **TARGET_STYLE)
     kernels.set_title("the whole transaction over vLLM's plain writes, 32 layers (lower is better)", fontsize=10)

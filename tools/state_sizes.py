@@ -69,7 +69,7 @@ def states_of(config: Any, state: torch.dtype) -> tuple[int, int]:
 def table() -> str:
     """Return the rows of the document."""
     rows = [
-        "| model | configuration | layers | float32 states: vLLM | here | bfloat16 states: vLLM | here |",
+        "| model | configuration | layers | fp32: vLLM | here | bf16: vLLM | here |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, module, kind in MODELS:

@@ -8,9 +8,9 @@ for (const table of document.querySelectorAll(".md-typeset table:not([class])"))
     for (const cell of cells) cell.dataset.title = titles[cell.cellIndex] && `${titles[cell.cellIndex]}:`;
   }
   // A long name may wrap between its words, a shorter one only on phones.
-  for (const code of table.querySelectorAll("td code:not(:has(*))")) {
+  for (const code of table.querySelectorAll(":is(th, td) code:not(:has(*))")) {
     const length = Math.max(...code.textContent.split(/\s/).map((name) => name.length));
-    if (length > 15) code.innerHTML = code.innerHTML.replace(/::|[_/]|[a-z0-9](?=[A-Z])/g, "$&<wbr>");
+    if (length > 11) code.innerHTML = code.innerHTML.replace(/::|[_/]|[a-z0-9](?=[A-Z])/g, "$&<wbr>");
     if (length < 32) code.dataset.short = "";
   }
 }
