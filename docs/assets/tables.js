@@ -3,7 +3,8 @@ for (const table of document.querySelectorAll(".md-typeset table:not([class])"))
   const titles = Array.from(table.querySelectorAll("thead th"), (cell) => cell.textContent);
   const cells = Array.from(table.querySelectorAll("tbody td"));
   const isLong = (cell) => cell.textContent.length > (cell.cellIndex ? 30 : 90 - 5 * titles.length);
-  if (titles.length > 2 && cells.some(isLong)) {
+  const isLongName = (cell) => cell.cellIndex === 0 && cell.textContent.length > 40;
+  if (cells.some(titles.length > 2 ? isLong : isLongName)) {
     table.dataset.stacked = "";
     for (const cell of cells) cell.dataset.title = titles[cell.cellIndex] && `${titles[cell.cellIndex]}:`;
   }
