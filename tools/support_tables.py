@@ -94,7 +94,8 @@ def methods() -> str:
             name += f" (vLLM {', '.join(method.versions)})"
         rows.append((name, *(_shown(method, engine) for engine in ("v2", "v1", "cpu"))))
     on_cuda = sum(bool(method.v2 or method.v1) for method in there)
-    said = f"Tests cover {shown} of the {len(there)} ways to draft of vLLM {newest}, {on_cuda} of them on CUDA:"
+    covered = "all" if shown == len(there) else shown
+    said = f"vLLM {newest} has {len(there)} ways to draft. Tests cover {covered} of them, {on_cuda} on CUDA:"
     return "\n".join((said, "", *(_row(*row) for row in rows)))
 
 

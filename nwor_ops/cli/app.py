@@ -165,7 +165,7 @@ def bench(
     ],
     mode: Annotated[Mode, typer.Option(help="Mode of the transaction.")] = Mode.COW,
     requests: Annotated[str, typer.Option(help="Loads: how many requests run at a time.")] = "1,16,64",
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each load and side; 6 or more prove something.")] = 6,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each load and side; a conclusion needs at least 6.")] = 6,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a run of vanilla vLLM.")] = 20.0,
     prompts: Annotated[
         str, typer.Option(help="random, or a file of JSON lines with prompt and output_tokens.")
