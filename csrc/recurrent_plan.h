@@ -16,8 +16,8 @@ constexpr int64_t kMostRecordRows = 32;
 
 // ---------------------------------------------------------------- plans
 
-// A row of a plan. All zeros: padding.
-struct RecurrentRow {
+// An entry of a plan: one of its rows. All zeros: padding.
+struct RecurrentEntry {
     int32_t source;  // slot whose state and record are read
     int32_t rows;    // rows of the record to reapply
     int32_t first;   // half of the record with these rows; in a ring the first one
@@ -33,16 +33,16 @@ struct RecurrentPlan {
     int32_t* data;  // [length, 4]
     int64_t length;
 
-    NWOR_HOST_DEVICE RecurrentRow operator[](int64_t i) const {
+    NWOR_HOST_DEVICE RecurrentEntry operator[](int64_t i) const {
         const int32_t* row = data + 4 * i;
         return {row[0], row[1], row[2], row[3]};
     }
-    NWOR_HOST_DEVICE void set(int64_t i, const RecurrentRow& row) const {
+    NWOR_HOST_DEVICE void set(int64_t i, const RecurrentEntry& entry) const {
         int32_t* to = data + 4 * i;
-        to[0] = row.source;
-        to[1] = row.rows;
-        to[2] = row.first;
-        to[3] = row.target;
+        to[0] = entry.source;
+        to[1] = entry.rows;
+        to[2] = entry.first;
+        to[3] = entry.target;
     }
 };
 
@@ -192,8 +192,8 @@ inline RecurrentWindowArguments check_recurrent_window(
 
 // The plan and the new cursor of one request. All requests are read before anything is stored.
 struct RecurrentWindowStep {
-    Found found;       // with a problem, the row is zero and the cursor stays
-    RecurrentRow row;  // row of the plan
+    Found found;  // with a problem, the entry is zero and the cursor stays
+    RecurrentEntry entry;
     bool sets_cursor;
     int32_t slot;
     RecurrentCursor cursor;
@@ -236,7 +236,7 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
     if (!opens) return step;
     const int32_t tokens = static_cast<int32_t>(end - begin),
                   rows = cursor.earlier + (pending > 0 ? a.num_kept[q] : 0);
-    step.row = {step.slot, rows, cursor.first, step.slot};
+    step.entry = {step.slot, rows, cursor.first, step.slot};
     if (a.ring_rows == 0) {
         step.cursor = {tokens, 1 - cursor.first, 0};
     } else if (a.chunk > 0 && rows >= a.chunk) {  // the rows after the chunk stay pending
@@ -245,7 +245,7 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
     } else if (a.chunk == 0 && rows + tokens > a.ring_rows) {
         step.cursor = {tokens, static_cast<int32_t>((cursor.first + rows) % all_rows), 0};
     } else {
-        step.row.target = 0;
+        step.entry.target = 0;
         step.cursor = {tokens, cursor.first, rows};
     }
     return step;
@@ -291,8 +291,8 @@ inline RecurrentFoldPlanArguments check_recurrent_fold_plan(
 // The plan of one entry, and the slots where nothing is pending afterwards (0 = none). All entries are read
 // before anything is stored.
 struct RecurrentFoldStep {
-    Found found;  // with a problem, the row is zero and the cursors stay
-    RecurrentRow row;
+    Found found;  // with a problem, the entry is zero and the cursors stay
+    RecurrentEntry entry;
     int32_t cleared_target, cleared_source;
 };
 
@@ -321,7 +321,7 @@ NWOR_HOST_DEVICE inline RecurrentFoldStep fold_step_of(const RecurrentFoldPlanAr
     if (step.found) return step;
     const int32_t rows = cursor.earlier + static_cast<int32_t>(most(least(a.num_rows[entry], pending), 0));
     if (rows > 0 || source != target)
-        step.row = {static_cast<int32_t>(source), rows, first, static_cast<int32_t>(target)};
+        step.entry = {static_cast<int32_t>(source), rows, first, static_cast<int32_t>(target)};
     step.cleared_target = static_cast<int32_t>(target);
     if (source != target && !a.keep_source) step.cleared_source = static_cast<int32_t>(source);
     return step;

@@ -34,7 +34,7 @@ struct RecurrentRecord {
     bool per_channel;                   // a decay per channel of a key
     bool is_ring;
 
-    // Each function returns where a plan's row i lies: among the rows of the updates, and among all others.
+    // Each function returns where row i of an entry lies: among the updates, and among all others.
     NWOR_HOST_DEVICE int64_t update_row(int32_t first, int64_t i) const {
         if (!is_ring) return i;
         return first + i < rows ? first + i : first + i - rows;
@@ -42,13 +42,13 @@ struct RecurrentRecord {
     NWOR_HOST_DEVICE int64_t row_of(int32_t first, int64_t i) const {
         return is_ring ? update_row(first, i) : first * rows + i;
     }
-    // Whether a plan's row has a window. Only with a ring a window may store no state.
-    NWOR_HOST_DEVICE bool has_window(const RecurrentRow& row) const {
-        return is_ring ? row.any() : row.stores();
+    // Whether an entry has a window. Only with a ring a window may store no state.
+    NWOR_HOST_DEVICE bool has_window(const RecurrentEntry& entry) const {
+        return is_ring ? entry.any() : entry.stores();
     }
     // Returns the place at which the window records, as `first` would give it for its rows.
-    NWOR_HOST_DEVICE int32_t first_of_window(const RecurrentRow& row) const {
-        return is_ring ? static_cast<int32_t>(update_row(row.first, row.rows)) : 1 - row.first;
+    NWOR_HOST_DEVICE int32_t first_of_window(const RecurrentEntry& entry) const {
+        return is_ring ? static_cast<int32_t>(update_row(entry.first, entry.rows)) : 1 - entry.first;
     }
 
     // Each function returns the offset of the first element of a head's row.
@@ -176,16 +176,17 @@ inline void check_chunk_layout(const Argument& states, const Argument& keys, con
     if (decays.tensor.dim() != 4) decays.must_be("of one decay per head with chunk");
 }
 
-// Returns the problem of a row of a plan that does not fit the states or the record.
-NWOR_HOST_DEVICE inline Found problem_of_plan(const RecurrentRow& row, int64_t i, int64_t num_slots,
+// Returns the problem of an entry that does not fit the states or the record.
+NWOR_HOST_DEVICE inline Found problem_of_plan(const RecurrentEntry& entry, int64_t i, int64_t num_slots,
                                               const RecurrentRecord& record) {
-    if (!record.has_window(row)) return {};
-    if (row.target >= num_slots) return {kPlanSlots, i, row.target, num_slots};
-    if (row.source < 1 || row.source >= num_slots) return {kPlanSlots, i, row.source, num_slots};
-    if (row.rows < 0 || row.rows > record.pending_rows) return {kPlanRows, i, row.rows, record.pending_rows};
-    if (!record.is_ring && row.first != 0 && row.first != 1) return {kPlanHalf, i, row.first, 1};
-    if (record.is_ring && (row.first < 0 || row.first >= record.rows))
-        return {kPlanRing, i, row.first, record.rows};
+    if (!record.has_window(entry)) return {};
+    if (entry.target >= num_slots) return {kPlanSlots, i, entry.target, num_slots};
+    if (entry.source < 1 || entry.source >= num_slots) return {kPlanSlots, i, entry.source, num_slots};
+    if (entry.rows < 0 || entry.rows > record.pending_rows)
+        return {kPlanRows, i, entry.rows, record.pending_rows};
+    if (!record.is_ring && entry.first != 0 && entry.first != 1) return {kPlanHalf, i, entry.first, 1};
+    if (record.is_ring && (entry.first < 0 || entry.first >= record.rows))
+        return {kPlanRing, i, entry.first, record.rows};
     return {};
 }
 

@@ -251,21 +251,22 @@ inline VerifyArguments check_verify(
 // Returns the problem of request q, whose tokens are begin to end. They lie inside the tensors only if there
 // is no problem.
 NWOR_HOST_DEVICE inline Found problem_of_request(const VerifyArguments& c, int64_t q, int64_t begin,
-                                                 int64_t end, const RecurrentRow& row) {
+                                                 int64_t end, const RecurrentEntry& entry) {
     if (begin < 0 || end < begin) return {kQueriesDecrease, q, end, begin};
     if (end > c.num_tokens) return {kTokensPastQueries, q, end, c.num_tokens};
-    if (const Found found = problem_of_plan(row, q, c.states.num_slots, c.record)) return found;
-    if (c.record.has_window(row) && end - begin > c.record.window_rows)
+    if (const Found found = problem_of_plan(entry, q, c.states.num_slots, c.record)) return found;
+    if (c.record.has_window(entry) && end - begin > c.record.window_rows)
         return {kWindowPastRecord, q, end - begin, c.record.window_rows};
     return {};
 }
 
-// Returns the problem of a row of a plan in the chunk form. A window stores only a whole chunk, in place.
-NWOR_HOST_DEVICE inline Found problem_of_chunk(const RecurrentRow& row, int64_t i, int64_t chunk) {
-    if (!row.any()) return {};
-    if (row.stores() && row.target != row.source) return {kPlanChunkTarget, i, row.target, row.source};
-    if (row.stores() && row.rows < chunk) return {kPlanChunkStore, i, row.rows, chunk};
-    if (!row.stores() && row.rows >= chunk) return {kPlanChunkRows, i, row.rows, chunk};
+// Returns the problem of an entry in the chunk form. A window stores only a whole chunk, in place.
+NWOR_HOST_DEVICE inline Found problem_of_chunk(const RecurrentEntry& entry, int64_t i, int64_t chunk) {
+    if (!entry.any()) return {};
+    if (entry.stores() && entry.target != entry.source)
+        return {kPlanChunkTarget, i, entry.target, entry.source};
+    if (entry.stores() && entry.rows < chunk) return {kPlanChunkStore, i, entry.rows, chunk};
+    if (!entry.stores() && entry.rows >= chunk) return {kPlanChunkRows, i, entry.rows, chunk};
     return {};
 }
 

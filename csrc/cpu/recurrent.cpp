@@ -2,6 +2,9 @@
 //
 // The compiler forms no fused multiply-adds (setup.py). So reapplying a row is bit-identical to the step that
 // recorded it, on every processor.
+//
+// A row is what a record holds of one token: key, norm, decay and update. A state row is one of the dv rows
+// of a state. A row of a plan is an entry.
 #include "../recurrent.h"
 
 #include <algorithm>
@@ -18,25 +21,26 @@ namespace {
 
 // ---------------------------------------------------------------- plans
 
-struct SlotsOfRow {
+struct SlotsOfEntry {
     int64_t source, target;  // target 0: none
 };
 
-// Finds a slot that one row writes and another row reads or writes. The rows of a plan run in any order.
+// Finds a slot that one entry writes and another entry reads or writes. The entries of a plan run in any
+// order.
 template <class SlotsOf>
 Found slot_conflict_of(Problem problem, int64_t count, const SlotsOf& slots_of) {
-    std::unordered_map<int64_t, int64_t> row_of_target;
+    std::unordered_map<int64_t, int64_t> entry_of_target;
     for (int64_t i = 0; i < count; ++i) {
-        const SlotsOfRow slots = slots_of(i);
+        const SlotsOfEntry slots = slots_of(i);
         if (slots.target == 0) continue;
-        const auto [at, fresh] = row_of_target.emplace(slots.target, i);
+        const auto [at, fresh] = entry_of_target.emplace(slots.target, i);
         if (!fresh) return {problem, i, slots.target, at->second};
     }
     for (int64_t i = 0; i < count; ++i) {
-        const SlotsOfRow slots = slots_of(i);
+        const SlotsOfEntry slots = slots_of(i);
         if (slots.target == 0 || slots.source == slots.target) continue;
-        const auto at = row_of_target.find(slots.source);
-        if (at != row_of_target.end()) return {problem, at->second, slots.source, i};
+        const auto at = entry_of_target.find(slots.source);
+        if (at != entry_of_target.end()) return {problem, at->second, slots.source, i};
     }
     return {};
 }
@@ -56,7 +60,7 @@ template <class Step>
 void store_plan(const RecurrentPlan& plan, const std::vector<Step>& steps) {
     const int64_t count = static_cast<int64_t>(steps.size());
     for (int64_t i = 0; i < plan.length; ++i)
-        plan.set(i, i < count ? steps[static_cast<size_t>(i)].row : RecurrentRow{});
+        plan.set(i, i < count ? steps[static_cast<size_t>(i)].entry : RecurrentEntry{});
 }
 
 void run(const RecurrentWindowArguments& a, const Cpu&) {
@@ -64,7 +68,7 @@ void run(const RecurrentWindowArguments& a, const Cpu&) {
         steps_of<RecurrentWindowStep>(a.op, a.num_requests, [&](int64_t q) { return window_step_of(a, q); });
     const Found conflict = slot_conflict_of(kStateSlotsTwice, a.num_requests, [&](int64_t q) {
         const int32_t slot = steps[static_cast<size_t>(q)].slot;
-        return SlotsOfRow{slot, slot};
+        return SlotsOfEntry{slot, slot};
     });
     if (conflict) complain(a.op, conflict);
     store_plan(a.plan, steps);
@@ -77,7 +81,7 @@ void run(const RecurrentFoldPlanArguments& a, const Cpu&) {
     const auto steps =
         steps_of<RecurrentFoldStep>(a.op, a.num_entries, [&](int64_t i) { return fold_step_of(a, i); });
     const Found conflict = slot_conflict_of(kFoldTargetTwice, a.num_entries, [&](int64_t i) {
-        return SlotsOfRow{a.source_slots[i], steps[static_cast<size_t>(i)].cleared_target};
+        return SlotsOfEntry{a.source_slots[i], steps[static_cast<size_t>(i)].cleared_target};
     });
     if (conflict) complain(a.op, conflict);
     store_plan(a.plan, steps);
@@ -89,13 +93,13 @@ void run(const RecurrentFoldPlanArguments& a, const Cpu&) {
 void check_slot_conflicts(const char* op, const RecurrentPlan& plan, int64_t count,
                           const RecurrentRecord& record) {
     const Found conflict = slot_conflict_of(kPlanSlotTwice, count, [&](int64_t i) {
-        const RecurrentRow row = plan[i];
-        return record.has_window(row) ? SlotsOfRow{row.source, row.recorded()} : SlotsOfRow{};
+        const RecurrentEntry entry = plan[i];
+        return record.has_window(entry) ? SlotsOfEntry{entry.source, entry.recorded()} : SlotsOfEntry{};
     });
     if (conflict) complain(op, conflict);
 }
 
-// ---------------------------------------------------------------- a row of a state: dk numbers in float32
+// ---------------------------------------------------------------- a state row: dk numbers in float32
 
 // A sum whose order is the same on every processor. The compiler can vectorize it.
 class Sum {
@@ -143,7 +147,7 @@ void reapply(float* __restrict h,            // [dk]
     for (int64_t i = 0; i < width; ++i) h[i] = h[i] * decay_of<kPerChannel>(decay, i) + u * key[i];
 }
 
-// Applies the decay, and returns the dot product of the state's row and the key.
+// Applies the decay, and returns the dot product of the state row and the key.
 template <bool kPerChannel>
 float decay_and_dot_key(float* __restrict h,            // [dk]
                         const float* __restrict decay,  // [1] or [dk]
@@ -158,7 +162,7 @@ float decay_and_dot_key(float* __restrict h,            // [dk]
     return sum.total();
 }
 
-// Adds the update, and returns the dot product of the state's row and the query: the output.
+// Adds the update, and returns the dot product of the state row and the query: the output.
 float update_and_dot_query(float* __restrict h,            // [dk]
                            float u,                        //
                            const float* __restrict key,    // [dk]
@@ -212,30 +216,30 @@ struct ReappliedRows {
     std::vector<const float*> updates;  // [rows] of [dv]
 
     template <class Input>
-    void read(const RecurrentRecord& record, const RecurrentRow& plan, int64_t value_head) {
+    void read(const RecurrentRecord& record, const RecurrentEntry& entry, int64_t value_head) {
         const int64_t key_head = value_head / (record.num_value_heads / record.num_key_heads);
-        rows = plan.rows;
+        rows = entry.rows;
         key_width = record.key_width;
         keys.resize(static_cast<size_t>(rows * key_width));
         decays.clear();
         updates.clear();
         for (int64_t j = 0; j < rows; ++j) {
-            const int64_t row = record.row_of(plan.first, j);
+            const int64_t row = record.row_of(entry.first, j);
             float* key = keys.data() + j * key_width;
             load(key,
-                 reinterpret_cast<const Input*>(record.keys) + record.key_offset(plan.source, row, key_head),
+                 reinterpret_cast<const Input*>(record.keys) + record.key_offset(entry.source, row, key_head),
                  key_width);
             // 1 / |key|, or 1 if keys are not normalized
-            const float norm = record.norms[record.norm_offset(plan.source, row, key_head)];
+            const float norm = record.norms[record.norm_offset(entry.source, row, key_head)];
             for (int64_t i = 0; i < key_width; ++i) key[i] *= norm;
-            decays.push_back(record.decays + record.decay_offset(plan.source, row, value_head));
-            updates.push_back(record.updates + record.update_offset(plan.source,
-                                                                    record.update_row(plan.first, j),
+            decays.push_back(record.decays + record.decay_offset(entry.source, row, value_head));
+            updates.push_back(record.updates + record.update_offset(entry.source,
+                                                                    record.update_row(entry.first, j),
                                                                     value_head));
         }
     }
 
-    // Applies the rows from `begin` to `end` to row `value` of the state.
+    // Applies the rows from `begin` to `end` to state row `value`.
     template <bool kPerChannel>
     void onto(float* h, int64_t value, int64_t begin, int64_t end) const {
         for (int64_t j = begin; j < end; ++j)
@@ -244,40 +248,41 @@ struct ReappliedRows {
     }
 };
 
-// Reads a row of the state, reapplies the rows and stores it. `h` then holds the row as it was stored. If the
-// plan stores nothing, `h` holds the row in float32.
+// Reads a state row, reapplies the rows and stores it. `h` then holds the state row as it was stored. If the
+// entry stores nothing, `h` holds the state row in float32.
 template <class State, bool kPerChannel>
-void fold_row(const RecurrentStates& states, const RecurrentRow& plan, const ReappliedRows& reapplied,
-              int64_t value_head, int64_t value,
-              float* h) {  // [dk]
+void fold_state_row(const RecurrentStates& states, const RecurrentEntry& entry,
+                    const ReappliedRows& reapplied, int64_t value_head, int64_t value,
+                    float* h) {  // [dk]
     const int64_t width = states.key_width;
     State* data = reinterpret_cast<State*>(states.data);
-    load(h, data + states.row_offset(plan.source, value_head, value), width);
-    if (reapplied.rows == 0 && plan.source == plan.target) return;
+    load(h, data + states.row_offset(entry.source, value_head, value), width);
+    if (reapplied.rows == 0 && entry.source == entry.target) return;
     reapplied.onto<kPerChannel>(h, value, 0, reapplied.rows);
-    if (!plan.stores()) return;
-    State* target = data + states.row_offset(plan.target, value_head, value);
+    if (!entry.stores()) return;
+    State* target = data + states.row_offset(entry.target, value_head, value);
     store(target, h, width);
     load(h, target, width);
 }
 
-// Rounds a row to the dtype of the states, as a store and a load do.
+// Rounds a state row to the dtype of the states, as a store and a load do.
 template <class State>
-void round_row(float* h, int64_t width) {
+void round_state_row(float* h, int64_t width) {
     for (int64_t i = 0; i < width; ++i) h[i] = static_cast<float>(static_cast<State>(h[i]));
 }
 
-// Reads a row of the state, reapplies `chunk` rows, rounds it, and reapplies the other rows: all in one way,
+// Reads a state row, reapplies `chunk` rows, rounds it, and reapplies the other rows: all in one way,
 // whichever call folds a chunk.
 template <class State>
-void fold_row_in_chunks(const RecurrentStates& states, const RecurrentRow& plan,
-                        const ReappliedRows& reapplied, int64_t chunk, int64_t value_head, int64_t value,
-                        float* h) {  // [dk]
+void fold_state_row_in_chunks(const RecurrentStates& states, const RecurrentEntry& entry,
+                              const ReappliedRows& reapplied, int64_t chunk, int64_t value_head,
+                              int64_t value,
+                              float* h) {  // [dk]
     const State* data = reinterpret_cast<const State*>(states.data);
-    load(h, data + states.row_offset(plan.source, value_head, value), states.key_width);
+    load(h, data + states.row_offset(entry.source, value_head, value), states.key_width);
     const int64_t whole = std::min(reapplied.rows, chunk);
     reapplied.onto<false>(h, value, 0, whole);
-    if (whole == chunk) round_row<State>(h, states.key_width);
+    if (whole == chunk) round_state_row<State>(h, states.key_width);
     reapplied.onto<false>(h, value, whole, reapplied.rows);
 }
 
@@ -303,7 +308,7 @@ class WindowHead {
   public:
     WindowHead(const VerifyArguments& c, int64_t request, int64_t value_head)
         : c_(c),
-          plan_(c.plan[request]),
+          entry_(c.plan[request]),
           begin_(c.query_start_loc[request]),
           tokens_(c.query_start_loc[request + 1] - begin_),
           value_head_(value_head),
@@ -312,14 +317,14 @@ class WindowHead {
           decay_width_(c.record.per_channel ? width_ : 1) {}
 
     void run() {
-        if (!c_.record.has_window(plan_)) return zero_outputs();
+        if (!c_.record.has_window(entry_)) return zero_outputs();
         if (tokens_ == 0) return;
-        reapplied_.template read<Input>(c_.record, plan_, value_head_);
+        reapplied_.template read<Input>(c_.record, entry_, value_head_);
         read_inputs();
         with_state_type(c_.states, [&](auto state) {
             if (c_.chunk > 0) return run_chunk<typename decltype(state)::type>();
             with_channels(c_.record.per_channel, [&](auto per_channel) {
-                run_rows<typename decltype(state)::type, decltype(per_channel)::value>();
+                run_exact<typename decltype(state)::type, decltype(per_channel)::value>();
             });
         });
         record();
@@ -336,12 +341,13 @@ class WindowHead {
             std::fill_n(out(t), c_.states.value_width, static_cast<Input>(0.0f));
     }
 
-    // Normalizes the row, and returns the factor: 1 / |row|, or 1 if rows are not normalized.
-    float read_row(std::vector<float>& to, const HeadsView& from, int64_t t) const {
-        float* row = to.data() + t * width_;
-        load(row, reinterpret_cast<const Input*>(from.data) + from.offset(begin_ + t, key_head_), width_);
-        const float norm = c_.use_qk_l2norm ? 1.0f / std::sqrt(sum_of_squares(row, width_) + 1e-6f) : 1.0f;
-        for (int64_t i = 0; i < width_; ++i) row[i] *= norm;
+    // Reads a token's query or key and normalizes it. Returns the factor: 1 / |vector|, or 1 without
+    // normalization.
+    float read_vector(std::vector<float>& to, const HeadsView& from, int64_t t) const {
+        float* vector = to.data() + t * width_;
+        load(vector, reinterpret_cast<const Input*>(from.data) + from.offset(begin_ + t, key_head_), width_);
+        const float norm = c_.use_qk_l2norm ? 1.0f / std::sqrt(sum_of_squares(vector, width_) + 1e-6f) : 1.0f;
+        for (int64_t i = 0; i < width_; ++i) vector[i] *= norm;
         return norm;
     }
 
@@ -367,9 +373,9 @@ class WindowHead {
         outputs_.resize(values_.size());
         for (int64_t t = 0; t < tokens_; ++t) {
             const int64_t token = begin_ + t;
-            read_row(queries_, c_.q, t);
+            read_vector(queries_, c_.q, t);
             for (int64_t i = 0; i < width_; ++i) queries_[static_cast<size_t>(t * width_ + i)] *= c_.scale;
-            norms_[static_cast<size_t>(t)] = read_row(keys_, c_.k, t);
+            norms_[static_cast<size_t>(t)] = read_vector(keys_, c_.k, t);
             betas_[static_cast<size_t>(t)] = beta(token);
             for (int64_t i = 0; i < decay_width_; ++i)
                 decays_[static_cast<size_t>(t * decay_width_ + i)] = decay(token, i);
@@ -379,13 +385,13 @@ class WindowHead {
         }
     }
 
-    // Overwrites `values_` with the updates.
+    // The exact form: each output from its token's own state. Overwrites `values_` with the updates.
     template <class State, bool kPerChannel>
-    void run_rows() {
-        std::vector<float> row(static_cast<size_t>(width_));
-        float* h = row.data();
+    void run_exact() {
+        std::vector<float> state_row(static_cast<size_t>(width_));
+        float* h = state_row.data();
         for (int64_t value = 0; value < c_.states.value_width; ++value) {
-            fold_row<State, kPerChannel>(c_.states, plan_, reapplied_, value_head_, value, h);
+            fold_state_row<State, kPerChannel>(c_.states, entry_, reapplied_, value_head_, value, h);
             for (int64_t t = 0; t < tokens_; ++t) {
                 const float* key = keys_.data() + t * width_;
                 const size_t at = static_cast<size_t>(t * c_.states.value_width + value);
@@ -408,7 +414,7 @@ class WindowHead {
     template <class State>
     void run_chunk() {
         const int64_t width = width_, values = c_.states.value_width, chunk = c_.chunk;
-        const int64_t folded = plan_.stores() ? chunk : 0, before = reapplied_.rows - folded;
+        const int64_t folded = entry_.stores() ? chunk : 0, before = reapplied_.rows - folded;
         const auto key = [&](int64_t row) {  // rows after the first base: pending ones, then the window
             return row < before ? reapplied_.keys.data() + (folded + row) * width
                                 : keys_.data() + (row - before) * width;
@@ -442,12 +448,12 @@ class WindowHead {
             tokens.push_back(std::move(token));
         }
 
-        // Row by row of the state
+        // State row by state row
         std::vector<float> base(static_cast<size_t>(width)), state(base);
         State* data = reinterpret_cast<State*>(c_.states.data);
         const bool follows = c_.all_states != nullptr || before + tokens_ > chunk;
         for (int64_t value = 0; value < values; ++value) {
-            State* stored = data + c_.states.row_offset(plan_.source, value_head_, value);
+            State* stored = data + c_.states.row_offset(entry_.source, value_head_, value);
             load(base.data(), stored, width);
             if (folded > 0) {
                 reapplied_.onto<false>(base.data(), value, 0, folded);
@@ -461,7 +467,7 @@ class WindowHead {
             for (int64_t t = 0; t < tokens_; ++t) {
                 const Token& token = tokens[static_cast<size_t>(t)];
                 if (t > 0 && token.at == token.first) {  // a chunk ended: the next window stores these bits
-                    round_row<State>(state.data(), width);
+                    round_state_row<State>(state.data(), width);
                     base = state;
                 }
                 float known = token.decay * dot(base.data(), key(token.at), width);
@@ -485,8 +491,8 @@ class WindowHead {
 
     void record() const {
         const RecurrentRecord& r = c_.record;
-        const int64_t slot = plan_.recorded(), value_width = c_.states.value_width;
-        const int32_t first = r.first_of_window(plan_);
+        const int64_t slot = entry_.recorded(), value_width = c_.states.value_width;
+        const int32_t first = r.first_of_window(entry_);
         const bool leads_group = value_head_ % (r.num_value_heads / r.num_key_heads) == 0;
         for (int64_t t = 0; t < tokens_; ++t) {
             const int64_t row = r.row_of(first, t);
@@ -527,7 +533,7 @@ class WindowHead {
     }
 
     const VerifyArguments& c_;
-    const RecurrentRow plan_;
+    const RecurrentEntry entry_;
     const int64_t begin_, tokens_, value_head_, key_head_, width_, decay_width_;
     ReappliedRows reapplied_;
     // queries_ and keys_ [tokens, dk], decays_ [tokens, 1 or dk], norms_ and betas_ [tokens], values_ and
@@ -554,21 +560,21 @@ void run(const VerifyArguments& c, const Cpu&) {
 
 // ---------------------------------------------------------------- gated_delta_fold
 
-// One head of a row of the plan, in one layer.
+// One head of an entry of the plan, in one layer.
 template <class State, class Input, bool kPerChannel>
-void fold_head(const RecurrentStates& states, const RecurrentRecord& record, const RecurrentRow& plan,
+void fold_head(const RecurrentStates& states, const RecurrentRecord& record, const RecurrentEntry& entry,
                int64_t chunk, int64_t value_head) {
     ReappliedRows reapplied;
-    reapplied.read<Input>(record, plan, value_head);
-    std::vector<float> row(static_cast<size_t>(states.key_width));
+    reapplied.read<Input>(record, entry, value_head);
+    std::vector<float> state_row(static_cast<size_t>(states.key_width));
     for (int64_t value = 0; value < states.value_width; ++value) {
         if (chunk == 0) {
-            fold_row<State, kPerChannel>(states, plan, reapplied, value_head, value, row.data());
+            fold_state_row<State, kPerChannel>(states, entry, reapplied, value_head, value, state_row.data());
             continue;
         }
-        fold_row_in_chunks<State>(states, plan, reapplied, chunk, value_head, value, row.data());
-        store(reinterpret_cast<State*>(states.data) + states.row_offset(plan.target, value_head, value),
-              row.data(), states.key_width);
+        fold_state_row_in_chunks<State>(states, entry, reapplied, chunk, value_head, value, state_row.data());
+        store(reinterpret_cast<State*>(states.data) + states.row_offset(entry.target, value_head, value),
+              state_row.data(), states.key_width);
     }
 }
 
@@ -598,11 +604,11 @@ void run(const FoldArguments& f, const Cpu&) {
             with_input_type(views.record.key_dtype, [&](auto input) {
                 with_channels(views.record.per_channel, [&](auto per_channel) {
                     for (int64_t part = begin; part < end; ++part) {
-                        const RecurrentRow row = f.plan[part / heads];
-                        if (row.stores())
+                        const RecurrentEntry entry = f.plan[part / heads];
+                        if (entry.stores())
                             fold_head<typename decltype(state)::type, typename decltype(input)::type,
-                                      decltype(per_channel)::value>(views.states, views.record, row, f.chunk,
-                                                                    part % heads);
+                                      decltype(per_channel)::value>(views.states, views.record, entry,
+                                                                    f.chunk, part % heads);
                     }
                 });
             });

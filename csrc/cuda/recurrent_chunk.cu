@@ -378,21 +378,21 @@ __device__ void multiply(float (&y)[kTiles][4], const Tile<State>& tile, const c
 // ---------------------------------------------------------------- what a block has for all of its rows
 
 // Starts the copies of the rows of the record that the plan names. The warps take rows in turn.
-__device__ void copy_recorded(const RecurrentRecord& r, const ChunkPlaces& places, const RecurrentRow& row,
-                              const BlockPlace& block) {
+__device__ void copy_recorded(const RecurrentRecord& r, const ChunkPlaces& places,
+                              const RecurrentEntry& entry, const BlockPlace& block) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    for (int i = warp; i < row.rows; i += warps) {
-        const int64_t place = r.row_of(row.first, i);
+    for (int i = warp; i < entry.rows; i += warps) {
+        const int64_t place = r.row_of(entry.first, i);
         copy_row(shared_at<char>(places.keys) + i * kVectorBytes,
-                 r.keys + r.key_offset(row.source, place, block.key_head) * 2, kWidth * 2);
+                 r.keys + r.key_offset(entry.source, place, block.key_head) * 2, kWidth * 2);
         copy_row(shared_at<char>(places.updates) + i * block.num_values * 4,
-                 r.updates + r.update_offset(row.source, place, block.head) + block.first_value,
+                 r.updates + r.update_offset(entry.source, place, block.head) + block.first_value,
                  block.num_values * 4);
         if (lane == 0) {
             copy_async<4>(shared_at<float>(places.norms) + i,
-                          r.norms + r.norm_offset(row.source, place, block.key_head));
+                          r.norms + r.norm_offset(entry.source, place, block.key_head));
             copy_async<4>(shared_at<float>(places.decays) + i,
-                          r.decays + r.decay_offset(row.source, place, block.head));
+                          r.decays + r.decay_offset(entry.source, place, block.head));
         }
     }
 }
@@ -514,21 +514,21 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     wait_for_earlier_kernels();
 
-    // ---- The request: its tokens and its row of the plan
+    // ---- The request: its tokens and its entry of the plan
 
     const int64_t first_token = c.query_start_loc[block.request],
                   end_token = c.query_start_loc[block.request + 1];
-    const RecurrentRow row = c.plan[block.request];
+    const RecurrentEntry entry = c.plan[block.request];
     if (blockIdx.x == 0 && threadIdx.x == 0) *c.layer_window = *c.window_id;
-    Found found = problem_of_request(c, block.request, first_token, end_token, row);
-    if (!found) found = problem_of_chunk(row, block.request, kC);
+    Found found = problem_of_request(c, block.request, first_token, end_token, entry);
+    if (!found) found = problem_of_chunk(entry, block.request, kC);
     if (found) {
         if (threadIdx.x == 0) report(job.report_as, found);
         return;
     }
     const int num_tokens = static_cast<int>(end_token - first_token);
     if (num_tokens == 0) return;
-    if (!r.has_window(row)) return zero_outputs<Input>(c.out, block, first_token, end_token);
+    if (!r.has_window(entry)) return zero_outputs<Input>(c.out, block, first_token, end_token);
 
     // ---- Copies to shared memory: the window, the rows of the record, the first rows of the state
 
@@ -536,7 +536,8 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
     const int64_t token_of_gates = first_token + (has_gates ? lane : 0);
     const LoadedFloat a(c.a, token_of_gates, block.head), b(c.b, token_of_gates, block.head),
         log_rate(c.A_log, block.head), bias(c.dt_bias, block.head);
-    const Window window{block, r, row.source, r.first_of_window(row), first_token, num_tokens, c.has_norm()};
+    const Window window{block,       r,          entry.source, r.first_of_window(entry),
+                        first_token, num_tokens, c.has_norm()};
     for (int copy = warp; copy < 4 * num_tokens; copy += warps) {
         const int kind = copy % 4, token = copy / 4;
         if (kind == 3 && !window.has_norm) continue;
@@ -550,10 +551,10 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
                               (of_keys ? 0 : block.first_value);
         copy_row(to, from.data + place * 2, bytes);
     }
-    copy_recorded(r, job.shared, row, block);
+    copy_recorded(r, job.shared, entry, block);
     close_group_of_copies();
     char* const state =
-        c.states.data + c.states.row_offset(row.source, block.head, block.first_value) * sizeof(State);
+        c.states.data + c.states.row_offset(entry.source, block.head, block.first_value) * sizeof(State);
     int first = warp * kRowsOfTile;  // row of the warp, counted from the block's first
     T::fetch(state + first * T::kRowBytes, job.is_aligned, job.shared.states);
     close_group_of_copies();
@@ -566,17 +567,17 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
     if (has_gates) {
         shared_at<float>(job.shared.betas)[lane] = beta_of(c, b.value());
         const float decay = decay_of(c, a.value(), bias.value(), log_rate.value());
-        shared_at<float>(job.shared.decays)[row.rows + lane] = decay;
+        shared_at<float>(job.shared.decays)[entry.rows + lane] = decay;
         if (block.leads_head)
             r.decays[r.decay_offset(window.slot, r.row_of(window.first, lane), block.head)] = decay;
     }
     wait_for_copies<1>();  // all except the state
     __syncthreads();
-    find_norms(c, job.shared, window, row.rows);
+    find_norms(c, job.shared, window, entry.rows);
     __syncthreads();
-    const ChunkRows rows{job.shared, row.rows, block.num_values};
-    const bool stores = row.stores();
-    const int folded = stores ? kC : 0, before = row.rows - folded;
+    const ChunkRows rows{job.shared, entry.rows, block.num_values};
+    const bool stores = entry.stores();
+    const int folded = stores ? kC : 0, before = entry.rows - folded;
     find_coefficients<kTokens>(job.shared, rows, folded, num_tokens);
     __syncthreads();
 
@@ -673,7 +674,7 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
                 float* updates = r.updates + block.first_value + value +
                                  r.update_offset(window.slot, r.update_row(window.first, token), block.head);
                 updates[0] = v[t][0], updates[1] = v[t][1];
-                *rows.updates(row.rows + token, value) = make_float2(v[t][0], v[t][1]);
+                *rows.updates(entry.rows + token, value) = make_float2(v[t][0], v[t][1]);
                 Input* to = window.has_norm
                                 ? shared_at<Input>(job.shared.outputs) + token * block.num_values
                                 : reinterpret_cast<Input*>(c.out.data) +
@@ -743,35 +744,19 @@ __global__ void __launch_bounds__(kThreads, 2)
     chunk_fold_kernel(const __grid_constant__ FoldJob<ChunkPlaces> job) {
     using T = Tile<State>;
 
-    // ---- The layer, and its entry of the plan
-
-    BlockPlace block = job.blocks[blockIdx.x];
-    const uint32_t number = job.by_entries.quotient(static_cast<uint32_t>(block.request));
-    const FoldLayer& layer = job.layers[number];
-    const int64_t entry = block.request - number * job.by_entries.divisor;
-    wait_for_earlier_kernels();
-    const RecurrentRow row = job.plan[entry];
-    const bool has_run = job.window_id != nullptr && *layer.window == *job.window_id;
-    if (const Found found = problem_of_plan(row, entry, job.states.num_slots, job.record)) {
-        if (threadIdx.x == 0) report(job.report_as, found);
-        return;
-    }
-    if (!row.stores() || has_run || (row.rows == 0 && row.source == row.target)) return;
-
     // ---- Load
 
-    RecurrentRecord r = job.record;
-    r.keys = const_cast<char*>(layer.keys);
-    r.norms = const_cast<float*>(layer.norms);
-    r.decays = const_cast<float*>(layer.decays);
-    r.updates = const_cast<float*>(layer.updates);
-    copy_recorded(r, job.shared, row, block);
+    FoldTask task;
+    if (!find_task(job, &task)) return;
+    const RecurrentEntry& entry = task.entry;
+    const BlockPlace& block = task.block;
+    copy_recorded(task.record, job.shared, entry, block);
     const int first = threadIdx.x / kWarp * kRowsOfTile;
     const auto state_of = [&](int32_t slot) {
-        return layer.states +
+        return task.layer->states +
                job.states.row_offset(slot, block.head, block.first_value + first) * sizeof(State);
     };
-    T::fetch(state_of(row.source), job.is_aligned, job.shared.states);
+    T::fetch(state_of(entry.source), job.is_aligned, job.shared.states);
     close_group_of_copies();
     T tile;
     tile.read(job.shared.states);
@@ -779,11 +764,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     // ---- Fold and store
 
-    const ChunkRows rows{job.shared, row.rows, block.num_values};
+    const ChunkRows rows{job.shared, entry.rows, block.num_values};
 #pragma unroll 1
-    for (int begin = 0; begin < row.rows; begin += kC)
-        fold(&tile, rows, begin, min(kC, row.rows - begin), first + 2 * LaneOfTile().row);
-    tile.store(state_of(row.target), job.is_aligned, job.shared.states);
+    for (int begin = 0; begin < entry.rows; begin += kC)
+        fold(&tile, rows, begin, min(kC, entry.rows - begin), first + 2 * LaneOfTile().row);
+    tile.store(state_of(entry.target), job.is_aligned, job.shared.states);
 }
 
 template <class State>

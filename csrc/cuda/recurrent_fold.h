@@ -23,49 +23,33 @@ __global__ void __launch_bounds__(kThreads, 2)
     fold_kernel(const __grid_constant__ FoldJob<SharedPlaces> job) {
     using R = Rows<State, kWidth>;
 
-    // ---- The layer, and its entry of the plan
-
-    BlockPlace block = job.blocks[blockIdx.x];
-    const uint32_t number = job.by_entries.quotient(static_cast<uint32_t>(block.request));
-    const FoldLayer& layer = job.layers[number];
-    const int64_t entry = block.request - number * job.by_entries.divisor;
-    wait_for_earlier_kernels();
-    const RecurrentRow row = job.plan[entry];
-    const bool has_run = job.window_id != nullptr && *layer.window == *job.window_id;
-    if (const Found found = problem_of_plan(row, entry, job.states.num_slots, job.record)) {
-        if (threadIdx.x == 0) report(job.report_as, found);
-        return;
-    }
-    if (!row.stores() || has_run || (row.rows == 0 && row.source == row.target)) return;
-
     // ---- Load the rows of the record and of the state
 
-    RecurrentRecord r = job.record;
-    r.keys = const_cast<char*>(layer.keys);
-    r.norms = const_cast<float*>(layer.norms);
-    r.decays = const_cast<float*>(layer.decays);
-    r.updates = const_cast<float*>(layer.updates);
-    copy_reapplied<State, kWidth, kPerChannel>(r, job.shared, row, block, threadIdx.x / kWarp);
+    FoldTask task;
+    if (!find_task(job, &task)) return;
+    const RecurrentEntry& entry = task.entry;
+    const BlockPlace& block = task.block;
+    copy_reapplied<State, kWidth, kPerChannel>(task.record, job.shared, entry, block, threadIdx.x / kWarp);
     const LaneOfRow at;
-    const int64_t source = job.states.row_offset(row.source, block.head, 0) * sizeof(State),
-                  target = job.states.row_offset(row.target, block.head, 0) * sizeof(State);
+    const int64_t source = job.states.row_offset(entry.source, block.head, 0) * sizeof(State),
+                  target = job.states.row_offset(entry.target, block.head, 0) * sizeof(State);
     const int value = threadIdx.x / kWarp * R::kRowsOfWarp;
     RawRows<State, kWidth> raw;
-    raw.load(layer.states + source, job.is_aligned, block.first_value + value, at);
+    raw.load(task.layer->states + source, job.is_aligned, block.first_value + value, at);
     close_group_of_copies();
     __syncwarp();  // otherwise the compiler makes the loads wait for the copies
     wait_for_copies<0>();
     __syncthreads();
-    scale_reapplied_keys<State, Input, kWidth>(job.shared, row.rows);
+    scale_reapplied_keys<State, Input, kWidth>(job.shared, entry.rows);
     __syncthreads();
 
     // ---- Reapply and store
 
     R rows;
     raw.widen(&rows);
-    reapply<State, kWidth, kPerChannel>(&rows, job.shared, row.rows, block.num_values, value, at);
+    reapply<State, kWidth, kPerChannel>(&rows, job.shared, entry.rows, block.num_values, value, at);
     raw.round(rows);
-    raw.store(layer.states + target, job.is_aligned, block.first_value + value, at);
+    raw.store(task.layer->states + target, job.is_aligned, block.first_value + value, at);
 }
 
 void run(const FoldArguments& f, const Launch& launch) {

@@ -27,6 +27,40 @@ struct FoldJob {
     FoldLayer layers[kLayersPerLaunch];
 };
 
+// What a block folds.
+struct FoldTask {
+    BlockPlace block;
+    const FoldLayer* layer;
+    RecurrentEntry entry;
+    RecurrentRecord record;  // of the layer
+};
+
+// Finds the task of this block. Returns false if there is none: the entry is invalid, which is reported, or
+// changes nothing, or the layer was folded already.
+template <class Places>
+__device__ bool find_task(const FoldJob<Places>& job, FoldTask* task) {
+    task->block = job.blocks[blockIdx.x];
+    const uint32_t number = job.by_entries.quotient(static_cast<uint32_t>(task->block.request));
+    const FoldLayer& layer = job.layers[number];
+    const int64_t i = task->block.request - number * job.by_entries.divisor;
+    wait_for_earlier_kernels();
+    const RecurrentEntry entry = job.plan[i];
+    const bool has_run = job.window_id != nullptr && *layer.window == *job.window_id;
+    if (const Found found = problem_of_plan(entry, i, job.states.num_slots, job.record)) {
+        if (threadIdx.x == 0) report(job.report_as, found);
+        return false;
+    }
+    if (!entry.stores() || has_run || (entry.rows == 0 && entry.source == entry.target)) return false;
+    task->layer = &layer;
+    task->entry = entry;
+    task->record = job.record;
+    task->record.keys = const_cast<char*>(layer.keys);
+    task->record.norms = const_cast<float*>(layer.norms);
+    task->record.decays = const_cast<float*>(layer.decays);
+    task->record.updates = const_cast<float*>(layer.updates);
+    return true;
+}
+
 // Grid: one block. Marks the layers of a launch as folded. All blocks of fold_kernel must have read the marks
 // before.
 template <class Places>

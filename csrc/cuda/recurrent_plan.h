@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
         report(report_as, step.found);
         if (a.num_skipped != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(a.num_skipped), 1ull);
     }
-    a.plan.set(i, step.row);
+    a.plan.set(i, step.entry);
     if (step.sets_cursor) a.cursors.set(step.slot, step.cursor);
 }
 
@@ -49,17 +49,18 @@ __global__ void __launch_bounds__(kThreads)
         }
         const RecurrentFoldStep step = fold_step_of(a, i);
         if (step.found) report(report_as, step.found);
-        a.plan.set(i, !step.row.any() && step.cleared_target > 0 ? RecurrentRow{0, 0, kClears, 0} : step.row);
+        a.plan.set(
+            i, !step.entry.any() && step.cleared_target > 0 ? RecurrentEntry{0, 0, kClears, 0} : step.entry);
     }
     __syncthreads();
 
     // ---- Clear the cursors
     for (int64_t i = threadIdx.x; i < a.num_entries; i += kThreads) {
-        const RecurrentRow row = a.plan[i];
-        if (row.any()) {
-            a.cursors.clear(row.target);
-            if (row.source != row.target && !a.keep_source) a.cursors.clear(row.source);
-        } else if (row.first == kClears) {
+        const RecurrentEntry entry = a.plan[i];
+        if (entry.any()) {
+            a.cursors.clear(entry.target);
+            if (entry.source != entry.target && !a.keep_source) a.cursors.clear(entry.source);
+        } else if (entry.first == kClears) {
             a.cursors.clear(a.target_slots[i]);
             a.plan.set(i, {});
         }

@@ -18,28 +18,28 @@ namespace {
 // Starts the copies of the rows to reapply. The warps of the block take copies in turn, and this warp begins
 // with `copy`.
 template <class State, int kWidth, bool kPerChannel>
-__device__ void copy_reapplied(const RecurrentRecord& r, const SharedPlaces& places, const RecurrentRow& row,
-                               const BlockPlace& block, int copy) {
+__device__ void copy_reapplied(const RecurrentRecord& r, const SharedPlaces& places,
+                               const RecurrentEntry& entry, const BlockPlace& block, int copy) {
     constexpr int kCopies = 2;  // per row of the record
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-    for (; copy < row.rows * kCopies; copy += warps) {
+    for (; copy < entry.rows * kCopies; copy += warps) {
         const int i = copy / kCopies;
-        const int64_t place = r.row_of(row.first, i);
+        const int64_t place = r.row_of(entry.first, i);
         if (copy % kCopies == 0) {  // key and norm
-            const char* keys = r.keys + r.key_offset(row.source, place, block.key_head) * 2;
+            const char* keys = r.keys + r.key_offset(entry.source, place, block.key_head) * 2;
             copy_row(shared_at<char>(places.raw_reapplied_keys) + i * kWidth * 2, keys, kWidth * 2);
             if (lane == 0)
                 copy_async<4>(shared_at<float>(places.reapplied_norms) + i,
-                              r.norms + r.norm_offset(row.source, place, block.key_head));
+                              r.norms + r.norm_offset(entry.source, place, block.key_head));
             continue;
         }
         // Update and decay
         const float* updates = r.updates +
-                               r.update_offset(row.source, r.update_row(row.first, i), block.head) +
+                               r.update_offset(entry.source, r.update_row(entry.first, i), block.head) +
                                block.first_value;
         copy_row(shared_at<char>(places.reapplied_updates) + i * block.num_values * 4, updates,
                  block.num_values * 4);
-        const float* decays = r.decays + r.decay_offset(row.source, place, block.head);
+        const float* decays = r.decays + r.decay_offset(entry.source, place, block.head);
         float* to = shared_at<float>(places.reapplied_decays);
         if constexpr (kPerChannel) {
             constexpr int kPadded = Rows<State, kWidth>::kPadded;

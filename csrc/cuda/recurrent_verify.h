@@ -37,20 +37,20 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     if (job.uses_shared_rows) shared_rows.init();
     wait_for_earlier_kernels();
 
-    // ---- The request: its tokens and its row of the plan
+    // ---- The request: its tokens and its entry of the plan
 
     // All of these are loaded before the first one is used.
     const int64_t first_token = c.query_start_loc[block.request],
                   end_token = c.query_start_loc[block.request + 1];
-    const RecurrentRow row = c.plan[block.request];
+    const RecurrentEntry entry = c.plan[block.request];
     if (blockIdx.x == 0 && threadIdx.x == 0) *c.layer_window = *c.window_id;
-    if (const Found found = problem_of_request(c, block.request, first_token, end_token, row)) {
+    if (const Found found = problem_of_request(c, block.request, first_token, end_token, entry)) {
         if (threadIdx.x == 0) report(job.report_as, found);
         return;
     }
     const int num_tokens = static_cast<int>(end_token - first_token);
     if (num_tokens == 0) return;
-    if (!r.has_window(row)) return zero_outputs<Input>(c.out, block, first_token, end_token);
+    if (!r.has_window(entry)) return zero_outputs<Input>(c.out, block, first_token, end_token);
 
     // ---- Copies to shared memory: the window, the rows to reapply, the first rows of the state
 
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         return c.states.data + c.states.row_offset(slot, block.head, 0) * sizeof(State);
     };
     if (Shared::kIsBulk && job.uses_shared_rows)
-        shared_rows.fetch(state_of(row.source), block.first_value + warp * R::kRowsOfWarp);
+        shared_rows.fetch(state_of(entry.source), block.first_value + warp * R::kRowsOfWarp);
 
     // A bulk copy of the state starts before the small copies, many copies of a state start after them. The
     // lanes of the last warp load the inputs of the decays and betas, one token each.
@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     const int64_t token_of_gates = first_token + (has_gates ? lane : 0);
     const LoadedFloat a(c.a, token_of_gates, block.head), b(c.b, token_of_gates, block.head),
         log_rate(c.A_log, block.head), bias(c.dt_bias, block.head);
-    const bool stores = !kIsRing || row.stores();
+    const bool stores = !kIsRing || entry.stores();
     const Window window{
-        block,      r,           stores ? row.target : row.source, r.first_of_window(row), first_token,
+        block,      r,           stores ? entry.target : entry.source, r.first_of_window(entry), first_token,
         num_tokens, c.has_norm()};
     for (int copy = warp; copy < 4 * num_tokens; copy += warps) {
         const int kind = copy % 4, token = copy / 4;
@@ -84,14 +84,14 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         const int bytes = (of_keys ? kWidth : block.num_values) * 2;
         copy_row(shared_at<char>(to) + token * bytes, from.data + place * 2, bytes);
     }
-    copy_reapplied<State, kWidth, kPerChannel>(r, job.shared, row, block, warps - 1 - warp);
+    copy_reapplied<State, kWidth, kPerChannel>(r, job.shared, entry, block, warps - 1 - warp);
     close_group_of_copies();
 
     const LaneOfRow at;
     const LaneOfSum<State, kWidth> sum(at);
-    const char* source = state_of(row.source);
-    char* target = state_of(row.target);  // written only if the plan stores
-    int value = warp * R::kRowsOfWarp;    // first row of the warp, counted from the block's first
+    const char* source = state_of(entry.source);
+    char* target = state_of(entry.target);  // written only if the plan stores
+    int value = warp * R::kRowsOfWarp;      // first row of the warp, counted from the block's first
     if (!Shared::kIsBulk && job.uses_shared_rows) shared_rows.fetch(source, block.first_value + value);
     close_group_of_copies();
 
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                 r.decays[r.decay_offset(window.slot, r.row_of(window.first, token), block.head) + k] = decay;
         }
     scale_window<State, Input, kWidth>(job, window);
-    scale_reapplied_keys<State, Input, kWidth>(job.shared, row.rows);
+    scale_reapplied_keys<State, Input, kWidth>(job.shared, entry.rows);
     __syncthreads();
 
     // ---- The state, some rows at a time
@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         raw.widen(&rows);
 
         // Reapply the accepted rows, and store the state. Without a store it stays in float32
-        if (row.rows > 0 || row.source != row.target) {
-            reapply<State, kWidth, kPerChannel>(&rows, job.shared, row.rows, block.num_values, value, at);
+        if (entry.rows > 0 || entry.source != entry.target) {
+            reapply<State, kWidth, kPerChannel>(&rows, job.shared, entry.rows, block.num_values, value, at);
             if (stores) {
                 raw.round(rows);
                 if (Shared::kIsBulk && job.uses_shared_rows)
