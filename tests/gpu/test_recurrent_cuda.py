@@ -689,23 +689,10 @@ def test_chunks_across_a_boundary(device, state_dtype):
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_states_of_chunks_wherever_they_lie(device, state_dtype, norm):
     requests = chunks(device, 3, 8, state_dtype)
-    window = requests.draw([4, 8, 5])
     plan = int32([[1, 17, 3, 1], [2, 12, 20, 0], [0, 0, 0, 0]], device)
-    begun, records, expected = requests.state.clone(), [record.clone() for record in requests.records], None
-    for shift, gap, every_shift in ((0, 0, 0), (8, 64, 8), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
-        for record, old in zip(requests.records, records, strict=True):
-            record.copy_(old)
-        state, buffer = laid_out(begun, shift, gap)
-        every, every_buffer = laid_out(requests.states_of(window), every_shift, 0)
-        out = torch.full_like(window.gate, 7)
-        requests.verify(window, out, state=state, plan=plan, every=every, norm=norm)
-        found = state.clone(), every.clone(), out, *(record.clone() for record in requests.records)
-        expected = expected or found
-        assert all(map(same_bits, found, expected))
-        assert same_bits(buffer, laid_out(expected[0], shift, gap)[1])
-        assert same_bits(every_buffer, laid_out(expected[1], every_shift, 0)[1])
-    assert not same_bits(expected[0][1], begun[1])
-    assert same_bits(expected[0][2:], begun[2:])
+    state = verify_wherever_states_lie(requests, requests.draw([4, 8, 5]), plan, norm)
+    assert not same_bits(state[1], requests.state[1])
+    assert same_bits(state[2:], requests.state[2:])
 
 
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
@@ -874,35 +861,44 @@ def laid_out(states, shift, gap):
     return view, buffer
 
 
-@pytest.mark.parametrize("heads", [HEADS, Heads(1, 48, 128, 128), Heads(1, 3, 64, 256), Heads(1, 2, 256, 256)], ids=str)
-@pytest.mark.parametrize("norm", [None, "silu"])
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-def test_states_wherever_they_lie(device, state_dtype, norm, heads):
-    """The place of states decides whether they are moved in bulk, in chunks or by the element. The bits are the same,
-    and nothing next to them is touched: after windows that replay, that do not, and that go on in another slot."""
-    requests = Requests(device, 8, 4, state_dtype, heads)
-    plan = int32([[1, 0, 0, 1], [2, 3, 1, 2], [3, 0, 0, 6], [4, 4, 0, 7], [5, 1, 1, 8], [0, 0, 0, 0]], device)
-    window = requests.draw([4, 1, 3, 2, 4, 2])
-    begun_with, records = requests.state.clone(), [record.clone() for record in requests.records]
-    expected, expected_every = None, None
+def verify_wherever_states_lie(requests, window, plan, norm):
+    """Verify `window` with the same states in several places. The bits are the same each time, and nothing next to the
+    states is touched.
+
+    Returns:
+        The states after the window. Those of `requests` stay as they are.
+    """
+    records, expected = [record.clone() for record in requests.records], None
     # (shift, gap) of the states, and shift of the states stored for each token. The first two are aligned to 16 bytes.
     for shift, gap, every_shift in ((0, 0, 0), (8, 64, 8), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
         for record, old in zip(requests.records, records, strict=True):
             record.copy_(old)
-        state, buffer = laid_out(begun_with, shift, gap)
+        state, buffer = laid_out(requests.state, shift, gap)
         every, every_buffer = laid_out(requests.states_of(window), every_shift, 0)
         out = torch.full_like(window.gate, 7)
         requests.verify(window, out, state=state, plan=plan, every=every, norm=norm)
-        if expected is None:
-            expected, expected_every = (state.clone(), out, [r.clone() for r in requests.records]), every.clone()
-            assert same_bits(state[[0, 1, 3, 4, 5]], begun_with[[0, 1, 3, 4, 5]])
-            assert same_bits(state[6], begun_with[3])
-            assert not same_bits(state[2], begun_with[2])
-            assert not same_bits(state[8], begun_with[5])
+        found = state.clone(), every.clone(), out, *(record.clone() for record in requests.records)
+        expected = expected or found
+        assert all(map(same_bits, found, expected))
         assert same_bits(buffer, laid_out(expected[0], shift, gap)[1])
-        assert same_bits(every_buffer, laid_out(expected_every, every_shift, 0)[1])
-        assert same_bits(out, expected[1])
-        assert all(map(same_bits, requests.records, expected[2]))
+        assert same_bits(every_buffer, laid_out(expected[1], every_shift, 0)[1])
+    return expected[0]
+
+
+@pytest.mark.parametrize("heads", [HEADS, Heads(1, 48, 128, 128), Heads(1, 3, 64, 256), Heads(1, 2, 256, 256)], ids=str)
+@pytest.mark.parametrize("norm", [None, "silu"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_states_wherever_they_lie(device, state_dtype, norm, heads):
+    """The place of states decides whether they are moved in bulk, in chunks or by the element. Windows reapply rows,
+    reapply none, and go on in another slot."""
+    requests = Requests(device, 8, 4, state_dtype, heads)
+    plan = int32([[1, 0, 0, 1], [2, 3, 1, 2], [3, 0, 0, 6], [4, 4, 0, 7], [5, 1, 1, 8], [0, 0, 0, 0]], device)
+    state = verify_wherever_states_lie(requests, requests.draw([4, 1, 3, 2, 4, 2]), plan, norm)
+    begun = requests.state
+    assert same_bits(state[[0, 1, 3, 4, 5]], begun[[0, 1, 3, 4, 5]])
+    assert same_bits(state[6], begun[3])
+    assert not same_bits(state[2], begun[2])
+    assert not same_bits(state[8], begun[5])
 
 
 def test_offsets_beyond_32_bits(device):

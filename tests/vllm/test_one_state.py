@@ -663,79 +663,86 @@ class Window:
         return True
 
 
+class Audited:
+    """A layer, its windows and the audit of its states."""
+
+    def __init__(self, slots: list[int], tokens: list[int], geometry: RecordGeometry = GEOMETRY) -> None:
+        self.layer, self.window = Layer(geometry=geometry), Window(slots, tokens)
+        self.window.group = self.layer.group
+        self.audit = StateAudit([self.window])
+
+    def run(self, *windows: list[int]) -> None:
+        """Run a window after each list of accepted tokens, and compare its states."""
+        for accepted in windows:
+            self.run_unaudited(accepted)
+            self.audit.forwarded("after the forward")
+
+    def run_unaudited(self, accepted: list[int]) -> None:
+        self.window.open(self.layer, accepted)
+        self.layer.verify(self.window)
+
+    def finds(self, error: str) -> None:
+        with pytest.raises(AuditError, match=error):
+            self.audit.forwarded("after the forward")
+
+    def change_state(self, slot: int) -> None:
+        self.layer.kv_cache[1].view(torch.uint8)[slot, 3, 100, 7] += 1
+
+
 def test_the_audit_compares_each_state_and_finds_a_wrong_byte() -> None:
-    layer = Layer()
-    window = Window([5, 2], [4, 3])
-    audit = StateAudit([window])
-    for accepted in ([1, 1], [3, 1], [4, 3]):
-        window.open(layer, accepted)
-        layer.verify(window)
-        audit.forwarded("after the forward")
-    assert audit.summary() == {"steps": 3, "windows": 6, "states_compared": 4, "rows_reapplied": 11, "folds": 0,
-                               "prompt_folds": 0, "tail_folds": 0, "checkpoints": 0, "checkpoint_hits": 0}  # fmt: skip
-    window.open(layer, [2, 2])
-    layer.verify(window)
-    layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += 1
-    with pytest.raises(AuditError, match=r"state of layer layer in block 2 is not the state after 2 tokens .* 1 bytes"):
-        audit.forwarded("after the forward")
+    audited = Audited([5, 2], [4, 3])
+    audited.run([1, 1], [3, 1], [4, 3])
+    counts = dict.fromkeys(("folds", "prompt_folds", "tail_folds", "checkpoints", "checkpoint_hits"), 0)
+    counts |= {"steps": 3, "windows": 6, "states_compared": 4, "rows_reapplied": 11}
+    assert audited.audit.summary() == counts
+    audited.run_unaudited([2, 2])
+    audited.change_state(2)
+    audited.finds(r"state of layer layer in block 2 is not the state after 2 tokens .* 1 bytes")
 
 
-def ring_that_is_audited() -> tuple[Layer, Window, StateAudit]:
+def audited_ring() -> Audited:
     """Three windows of two requests, of which the last one stores nothing."""
-    layer, window = Layer(geometry=RING), Window([5, 2], [4, 3])
-    audit = StateAudit([window])
-    for accepted in ([1, 1], [1, 1], [1, 2]):
-        window.open(layer, accepted)
-        layer.verify(window)
-        audit.forwarded("after the forward")
-    assert not window.plan[:, 3].any()
-    return layer, window, audit
+    audited = Audited([5, 2], [4, 3], RING)
+    audited.run([1, 1], [1, 1], [1, 2])
+    assert not audited.window.plan[:, 3].any()
+    return audited
 
 
 def test_the_audit_compares_the_pending_rows_of_a_ring() -> None:
-    layer, window, audit = ring_that_is_audited()
-    assert (audit.summary()["windows"], audit.summary()["states_compared"]) == (6, 4)
-    assert audit.summary()["rows_reapplied"] == 1 + 1 + 2 + 3
-    window.open(layer, [4, 3])  # more rows than the ring holds with another window: both states are stored
-    layer.verify(window)
-    audit.forwarded("after the forward")
-    assert window.plan[:2, 3].tolist() == [5, 2]
-    assert audit.summary()["states_compared"] == 6
+    audited = audited_ring()
+    assert (audited.audit.summary()["windows"], audited.audit.summary()["states_compared"]) == (6, 4)
+    assert audited.audit.summary()["rows_reapplied"] == 1 + 1 + 2 + 3
+    audited.run([4, 3])  # more rows than the ring holds with another window: both states are stored
+    assert audited.window.plan[:2, 3].tolist() == [5, 2]
+    assert audited.audit.summary()["states_compared"] == 6
 
 
 @pytest.mark.parametrize("part", ["state", "earlier row", "last window"])
 def test_the_audit_finds_a_wrong_byte_under_a_ring_that_stores_nothing(part: str) -> None:
-    layer, window, audit = ring_that_is_audited()
-    updates = layer.recurrent_cache.record_updates
+    audited = audited_ring()
     if part == "state":
-        layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += 1
+        audited.change_state(2)
     else:  # rows 0 to 2 of block 2 are accepted, and rows 3 to 5 are those of the last window
-        updates[2, 0 if part == "earlier row" else 3] += 1
-    window.open(layer, [1, 1])
-    layer.verify(window)
-    assert not window.plan[1, 3]
-    with pytest.raises(AuditError, match="layer in block 2 with its pending rows is not the state after 4 tokens"):
-        audit.forwarded("after the forward")
+        audited.layer.recurrent_cache.record_updates[2, 0 if part == "earlier row" else 3] += 1
+    audited.run_unaudited([1, 1])
+    assert not audited.window.plan[1, 3]
+    audited.finds("layer in block 2 with its pending rows is not the state after 4 tokens")
 
 
-def chunks_that_are_audited() -> tuple[Layer, Window, StateAudit]:
+def audited_chunks() -> Audited:
     """Windows of two requests whose prompts had 13 and 32 tokens. The state of the first one was stored at 16."""
-    layer, window = Layer(geometry=CHUNK), Window([5, 2], [4, 3])
-    audit = StateAudit([window])
-    slots = torch.tensor([0, 5, 2])
-    layer.group.begin_chunk(slots, torch.tensor([7, 13, 32]))
-    assert layer.group.cursors.table[slots].tolist() == [[0, 0, 0], [0, 0, 13], [0, 0, 0]]
-    audit.began(layer.group, slots)
-    before = layer.kv_cache[1].clone()
-    for accepted in ([1, 1], [2, 3], [3, 1]):
-        window.open(layer, accepted)
-        layer.verify(window)
-        audit.forwarded("after the forward")
+    audited = Audited([5, 2], [4, 3], CHUNK)
+    group, state, slots = audited.layer.group, audited.layer.kv_cache[1], torch.tensor([0, 5, 2])
+    group.begin_chunk(slots, torch.tensor([7, 13, 32]))
+    assert group.cursors.table[slots].tolist() == [[0, 0, 0], [0, 0, 13], [0, 0, 0]]
+    audited.audit.began(group, slots)
+    before = state.clone()
+    audited.run([1, 1], [2, 3], [3, 1])
     # 13 rows that change nothing, and 5 accepted ones: the state after three of them was stored.
-    assert window.plan[:2].tolist() == [[5, 18, 0, 5], [2, 4, 0, 0]]
-    assert not torch.equal(layer.kv_cache[1][5], before[5])
-    assert torch.equal(layer.kv_cache[1][2], before[2])
-    return layer, window, audit
+    assert audited.window.plan[:2].tolist() == [[5, 18, 0, 5], [2, 4, 0, 0]]
+    assert not torch.equal(state[5], before[5])
+    assert torch.equal(state[2], before[2])
+    return audited
 
 
 def test_a_chunk_that_begins_writes_whole_records_and_nothing_else() -> None:
@@ -750,13 +757,10 @@ def test_a_chunk_that_begins_writes_whole_records_and_nothing_else() -> None:
 
 
 def test_the_audit_runs_windows_of_chunks_again() -> None:
-    layer, window, audit = chunks_that_are_audited()
-    assert (audit.summary()["windows"], audit.summary()["tokens_rerun"]) == (6, 21)
-    assert audit.summary()["rows_reapplied"] == 13 + 0 + 15 + 3 + 18 + 4
-    for accepted in ([4, 3], [2, 2], [4, 3], [4, 3]):
-        window.open(layer, accepted)
-        layer.verify(window)
-        audit.forwarded("after the forward")
+    audited = audited_chunks()
+    assert (audited.audit.summary()["windows"], audited.audit.summary()["tokens_rerun"]) == (6, 21)
+    assert audited.audit.summary()["rows_reapplied"] == 13 + 0 + 15 + 3 + 18 + 4
+    audited.run([4, 3], [2, 2], [4, 3], [4, 3])
 
 
 @pytest.mark.parametrize(
@@ -769,43 +773,41 @@ def test_the_audit_runs_windows_of_chunks_again() -> None:
     ],
 )
 def test_the_audit_finds_a_wrong_byte_of_a_chunk(part: str, error: str) -> None:
-    layer, window, audit = chunks_that_are_audited()
+    audited = audited_chunks()
+    layer = audited.layer
     if part == "state":
-        layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += 1
+        audited.change_state(2)
     elif part == "row":
         layer.recurrent_cache.record_updates[2, 1] += 1
-    window.open(layer, [4, 1])
-    layer.verify(window)
+    audited.run_unaudited([4, 1])
     if part == "output":
         layer.rerun._kept["out"][2, 3, 100] += 1
     elif part == "norm":  # of the second token: 16 + 6 + 1, in a ring of 23
         layer.recurrent_cache.record_norms[5, 0, 0, 1] += 1
-    with pytest.raises(AuditError, match=error):
-        audit.forwarded("after the forward")
+    audited.finds(error)
 
 
 def test_chunks_that_move_to_another_block_keep_their_rows() -> None:
     """vLLM's kernel copies states and records (one_state_aligned.py); here the whole block is copied."""
-    layer, window, audit = chunks_that_are_audited()
-    cursors, cache = layer.group.cursors, layer.recurrent_cache
+    audited = audited_chunks()
+    group, cursors, cache = audited.layer.group, audited.layer.group.cursors, audited.layer.recurrent_cache
     for tensor in (cache.state, *cache.records):
         tensor[6] = tensor[5]
     cursors.move(torch.tensor([5, 0]), torch.tensor([6, 0]), torch.tensor([3, 1], dtype=torch.int32))
-    audit.moved(layer.group, [5, 0], [6, 0])
-    assert audit.summary()["moves"] == 1
+    audited.audit.moved(group, [5, 0], [6, 0])
+    assert audited.audit.summary()["moves"] == 1
     assert cursors.table[[5, 6, 0]].tolist() == [[0, 16, 0], [0, 16, 5], [0, 0, 0]]
-    window.slots = torch.tensor([6, 2], dtype=torch.int32)
-    window.open(layer, [1, 3])
-    layer.verify(window)
-    assert window.plan[0].tolist() == [6, 5, 16, 0]
-    audit.forwarded("after the forward")
+    audited.window.slots = torch.tensor([6, 2], dtype=torch.int32)
+    audited.run([1, 3])
+    assert audited.window.plan[0].tolist() == [6, 5, 16, 0]
 
 
 def test_rows_that_change_nothing_are_not_counted_as_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of connectors count the pending rows of exported blocks."""
     from state_connector import pending_in
 
-    layer, window, _ = chunks_that_are_audited()
+    audited = audited_chunks()
+    layer, window = audited.layer, audited.window
     monkeypatch.setattr("nwor_ops.vllm.one_states", lambda: [SimpleNamespace(_builders=[window])])
     # The state of block 5 was stored, and the rows behind it are real.
     assert (pending_in(5, [layer]), pending_in(2, [layer])) == (2 + 4, 4 + 3)
@@ -817,41 +819,39 @@ def test_rows_that_change_nothing_are_not_counted_as_pending(monkeypatch: pytest
 
 @pytest.mark.parametrize("part", ["state", "updates"])
 def test_the_audit_finds_a_wrong_byte_of_a_move(part: str) -> None:
-    layer, _, audit = chunks_that_are_audited()
-    cache = layer.recurrent_cache
+    audited = audited_chunks()
+    cache = audited.layer.recurrent_cache
     for tensor in (cache.state, *cache.records):
         tensor[6] = tensor[2]
     (cache.state if part == "state" else cache.record_updates)[6, 1] += 1
     with pytest.raises(AuditError, match="state and record of layer layer in block 6 are not those of block 2, from"):
-        audit.moved(layer.group, [2], [6])
+        audited.audit.moved(audited.layer.group, [2], [6])
 
 
 def test_states_are_audited_if_attention_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, window = Layer(), Window([5, 2], [4, 3])
-    window.group = layer.group
+    audited = Audited([5, 2], [4, 3])
 
     class Runner:
-        def execute_model(self, wrong: int) -> str:
-            window.open(layer, [2, 2])
-            layer.verify(window)
-            layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += wrong
+        def execute_model(self, wrong: bool) -> str:
+            audited.run_unaudited([2, 2])
+            if wrong:
+                audited.change_state(2)
             return "output"
 
     runner, state = Runner(), plugin.OneState.__new__(plugin.OneState)
-    state._builders, state._aligned, state._owners = [window], None, None
+    state._builders, state._aligned, state._owners = [audited.window], None, None
     state.patches = Patches("test")
     assert not plugin.audit_alone(runner)
     monkeypatch.setitem(plugin._engines, runner, state)
     for _ in range(2):  # the second time with a cache that is bound again
         state.patches.undo()
         assert plugin.audit_alone(runner)
-    window.open(layer, [1, 1])
-    layer.verify(window)
+    audited.run_unaudited([1, 1])
     state.audit.forwarded("before")
-    assert runner.execute_model(0) == "output"
+    assert runner.execute_model(False) == "output"
     assert (state.audit.summary()["steps"], state.audit.summary()["states_compared"]) == (2, 2)
     with pytest.raises(AuditError, match="state of layer layer in block 2 is not the state after 2 tokens"):
-        runner.execute_model(1)
+        runner.execute_model(True)
 
 
 def test_states_are_audited_if_the_engine_does_not_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -866,14 +866,12 @@ def test_states_are_audited_if_the_engine_does_not_speculate(monkeypatch: pytest
         )
 
         def execute_model(self) -> str:
-            window.open(layer, [1, 1])
-            layer.verify(window)
+            audited.run_unaudited([1, 1])
             return "output"
 
-    layer, window = Layer(), Window([5, 2], [1, 1])
-    window.group = layer.group
+    audited = Audited([5, 2], [1, 1])
     runner, state = Runner(), plugin.OneState.__new__(plugin.OneState)
-    state._builders, state._aligned, state._owners = [window], None, None
+    state._builders, state._aligned, state._owners = [audited.window], None, None
     state.patches = Patches("test")
     monkeypatch.setitem(plugin._engines, runner, state)
     entry._attach(runner, supported.RUNNER_MODULE)
@@ -887,34 +885,29 @@ def test_states_are_audited_if_the_engine_does_not_speculate(monkeypatch: pytest
 
 def test_the_audit_finds_a_request_that_the_plan_skipped() -> None:
     """On CUDA, an invalid request gets a row of zeros and keeps its cursor; the CPU raises. A padded row is valid."""
-    layer, window = Layer(), Window([5, 2, 0], [4, 3, 2])
-    audit = StateAudit([window])
-    window.open(layer, [1, 1, 1])
-    layer.verify(window)
-    audit.forwarded("after the forward")
-    window.plan[1] = 0
-    layer.verify(window)
-    with pytest.raises(AuditError, match=r"the plan skipped the request in block 2 with 3 tokens: .*3 rows in"):
-        audit.forwarded("after the forward")
+    audited = Audited([5, 2, 0], [4, 3, 2])
+    audited.run([1, 1, 1])
+    audited.window.plan[1] = 0
+    audited.layer.verify(audited.window)
+    audited.finds(r"the plan skipped the request in block 2 with 3 tokens: .*3 rows in")
 
 
 def test_the_audit_compares_folds_before_a_prompt_continues() -> None:
-    layer, window = Layer(), Window([5, 2], [4, 3])
-    audit = StateAudit([window])
-    window.open(layer, [1, 1])
-    layer.verify(window)
-    audit.forwarded("after the forward")
+    audited = Audited([5, 2], [4, 3])
+    audited.run([1, 1])
     plan = torch.zeros(4, 4, dtype=torch.int32)
-    for slot, wrong in ((5, 0), (2, 1)):
+
+    def fold(slot: int) -> None:
         slots = torch.tensor([slot], dtype=torch.int32)
-        layer.group.fold(plan, slots, slots, torch.tensor([2], dtype=torch.int32))
-        layer.kv_cache[1].view(torch.uint8)[slot, 3, 100, 7] += wrong
-        if wrong:
-            with pytest.raises(AuditError, match="state of layer layer in block 2 is not the state after 2 tokens"):
-                audit.folded(layer.group, plan[:1], "prompt_folds")
-        else:
-            audit.folded(layer.group, plan[:1], "prompt_folds")
-            assert audit.summary()["prompt_folds"] == 1
+        audited.layer.group.fold(plan, slots, slots, torch.tensor([2], dtype=torch.int32))
+
+    fold(5)
+    audited.audit.folded(audited.layer.group, plan[:1], "prompt_folds")
+    assert audited.audit.summary()["prompt_folds"] == 1
+    fold(2)
+    audited.change_state(2)
+    with pytest.raises(AuditError, match="state of layer layer in block 2 is not the state after 2 tokens"):
+        audited.audit.folded(audited.layer.group, plan[:1], "prompt_folds")
 
 
 def test_an_audit_has_room_for_the_windows_of_a_step() -> None:
@@ -933,12 +926,10 @@ def test_an_audit_has_room_for_the_windows_of_a_step() -> None:
 
 
 def test_the_audit_finds_a_record_of_a_previous_owner() -> None:
-    layer, window = Layer(), Window([5], [4])
-    window.open(layer, [1])
-    audit = StateAudit([window])
-    window.open(layer, [2])
-    with pytest.raises(AuditError, match="reapplies 2 rows that no window of block 5 recorded"):
-        audit.forwarded("after the forward")
+    audited = Audited([5], [4])
+    for accepted in (1, 2):
+        audited.window.open(audited.layer, [accepted])
+    audited.finds("reapplies 2 rows that no window of block 5 recorded")
 
 
 class Checkpoint:
@@ -959,9 +950,8 @@ def exported(layer: Layer, audit: StateAudit) -> tuple[Checkpoint, Tensor, Tenso
 
 
 def test_the_audit_compares_each_checkpoint_and_the_requests_that_start_from_it() -> None:
-    layer, window = Layer(), Window([5], [4])
-    window.group = layer.group
-    audit = StateAudit([window])
+    audited = Audited([5], [4])
+    layer, audit = audited.layer, audited.audit
     checkpoint, emitted, rows = exported(layer, audit)
     assert audit.summary()["checkpoints"] == 2
     plan = torch.zeros(4, 4, dtype=torch.int32)
@@ -975,7 +965,7 @@ def test_the_audit_compares_each_checkpoint_and_the_requests_that_start_from_it(
     hit(3, 7)
     assert audit.summary()["checkpoint_hits"] == 1
     # A wrong byte in the block, before and after the comparison of the export.
-    layer.kv_cache[1].view(torch.uint8)[6, 3, 100, 7] += 1
+    audited.change_state(6)
     with pytest.raises(AuditError, match=r"in block 2 is not the checkpoint that vLLM wrote to block 6: 1 bytes"):
         hit(6, 2)
     with pytest.raises(AuditError, match=r"checkpoint of layer layer in block 6 is not the state .* 128 tokens: 1 byt"):
@@ -989,9 +979,8 @@ def test_the_audit_compares_each_checkpoint_and_the_requests_that_start_from_it(
 
 
 def test_the_audit_follows_copied_blocks_and_forgets_those_that_a_connector_may_fill() -> None:
-    layer, window = Layer(), Window([5], [4])
-    window.group = layer.group
-    audit = StateAudit([window])
+    audited = Audited([5], [4])
+    layer, audit = audited.layer, audited.audit
     exported(layer, audit)
     audit._kept["layer", 4] = torch.zeros(0)
     audit.copied([(3, 7), (4, 3)])
@@ -1058,32 +1047,27 @@ def test_a_block_that_gets_a_new_owner_has_nothing_pending_before_vllm_touches_i
 
 
 def test_the_audit_follows_new_owners_and_copies() -> None:
-    layer, window = Layer(), Window([5], [4])
-    window.group = layer.group
-    runner = Runner(layer.group.cursors)
-    owners = BlockOwners(runner, [0], layer.group.cursors)
+    audited = Audited([5], [4])
+    cursors, state = audited.layer.group.cursors, audited.layer.kv_cache[1]
+    runner = Runner(cursors)
+    owners = BlockOwners(runner, [0], cursors)
     owners.attach(Patches("test"))
-    owners.audit = audit = StateAudit([window])
-    window.open(layer, [1])
-    layer.verify(window)
-    audit.forwarded("after the forward")
+    owners.audit = audit = audited.audit
+    audited.run([1])
     runner.update_requests(scheduled({}, [], [(5, 2)]))
     assert sorted(audit._kept) == [("layer", 2), ("layer", 5)]
     # Block 5 goes to another request. The rows of its previous owner are not part of the new state.
-    before = layer.kv_cache[1][5].clone()
+    before = state[5].clone()
     runner.add_requests(scheduled({"new": ([5],)}, []))
     assert sorted(audit._kept) == [("layer", 2)]
-    window.open(layer, [1])
-    layer.verify(window)
-    assert torch.equal(layer.kv_cache[1][5], before)
+    audited.run_unaudited([1])
+    assert torch.equal(state[5], before)
     audit.forwarded("after the forward")
     # Without the patch, the audit finds the row of the previous owner.
     Runner.add_requests(runner, scheduled({"new": ([5],)}, []))
     audit.assigned([5])
-    window.open(layer, [1])
-    layer.verify(window)
-    with pytest.raises(AuditError, match="reapplies 1 rows that no window of block 5 recorded"):
-        audit.forwarded("after the forward")
+    audited.run_unaudited([1])
+    audited.finds("reapplies 1 rows that no window of block 5 recorded")
 
 
 # ---------------------------------------------------------------- requests with invalid counts
