@@ -44,15 +44,15 @@ __device__ bool find_task(const FoldJob<Places>& job, FoldTask* task) {
     const FoldLayer& layer = job.layers[number];
     const int64_t i = task->block.request - number * job.by_entries.divisor;
     wait_for_earlier_kernels();
-    const RecurrentEntry entry = job.plan[i];
+    task->entry = job.plan[i];
+    task->layer = &layer;
+    const RecurrentEntry& entry = task->entry;
     const bool has_run = job.window_id != nullptr && *layer.window == *job.window_id;
     if (const Found found = problem_of_plan(entry, i, job.states.num_slots, job.record)) {
         if (threadIdx.x == 0) report(job.report_as, found);
         return false;
     }
     if (!entry.stores() || has_run || (entry.rows == 0 && entry.source == entry.target)) return false;
-    task->layer = &layer;
-    task->entry = entry;
     task->record = job.record;
     task->record.keys = const_cast<char*>(layer.keys);
     task->record.norms = const_cast<float*>(layer.norms);
