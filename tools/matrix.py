@@ -82,11 +82,10 @@ class Row:
 
 
 class Environment:
-    """A virtual environment with one torch and `packages`, without nwor_ops."""
+    """A virtual environment with one torch and what the tests need, without nwor_ops."""
 
-    def __init__(self, folder: pathlib.Path, version: str, packages: Iterable[str] = TESTS_NEED):
+    def __init__(self, folder: pathlib.Path, version: str):
         self.version = version
-        self.packages = packages
         self.folder = folder / version
         self.python = str(self.folder / "bin" / "python")
         self.stubs = self.folder / "stubs"
@@ -99,7 +98,7 @@ class Environment:
 
     def make(self, wheels: pathlib.Path) -> None:
         """Create the environment. Steps that were finished before are not repeated."""
-        finished, packages = self.folder / ".finished", [*NEEDED, *self.packages]
+        finished, packages = self.folder / ".finished", [*NEEDED, *TESTS_NEED]
         if finished.exists() and finished.read_text() == str(packages):
             return
         command(sys.executable, "-m", "venv", "--clear", str(self.folder))

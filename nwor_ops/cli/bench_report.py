@@ -18,7 +18,6 @@ from nwor_ops.cli.bench_client import Run
 from nwor_ops.cli.bench_options import OURS, SIDES, VANILLA, BenchOptions
 
 CONFIDENCE = 0.95
-FEWEST_ROUNDS = 6  # fewer do not give an interval of that confidence
 # Output tok/s are proportional to the tokens of a step, so a difference in these looks like a gain or a loss.
 ACCEPTANCE_TOLERANCE = 0.02
 # Two starts of one engine may differ by this much, and the rounds of one start do not show it.

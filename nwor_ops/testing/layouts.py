@@ -39,9 +39,9 @@ def random_bytes(count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randint(0, 256, (count * size,), dtype=torch.uint8, generator=generator).view(dtype)
 
 
-def surrounded(content: Tensor, edge: int = EDGE, seed: int = 1) -> Tensor:
+def surrounded(content: Tensor, edge: int = EDGE) -> Tensor:
     """A contiguous copy of `content`, on its device, with random bytes before and after it in one storage."""
-    edges = (random_bytes(edge, torch.uint8, seed + i).to(content.device) for i in (0, 1))
+    edges = (random_bytes(edge, torch.uint8, seed).to(content.device) for seed in (1, 2))
     before, after = (e.bool() if content.dtype == torch.bool else e.to(content.dtype) for e in edges)
     return torch.cat([before, content.reshape(-1), after])[edge : edge + content.numel()].view(content.shape)
 

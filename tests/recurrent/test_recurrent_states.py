@@ -27,8 +27,8 @@ def new_cache(**options) -> RecurrentCache:
     return RecurrentCache.new(**(sizes | options))
 
 
-def new_states(max_num_requests: int = 2) -> RecurrentStates:
-    return RecurrentStates(max_num_requests=max_num_requests, device="cpu")
+def new_states() -> RecurrentStates:
+    return RecurrentStates(max_num_requests=2, device="cpu")
 
 
 def one_layer() -> Decoding:

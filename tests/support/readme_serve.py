@@ -55,10 +55,9 @@ class Command:
         return int(json.loads(self.words[self.words.index("--speculative-config") + 1])["num_speculative_tokens"])
 
 
-def readme_commands(text: str | None = None) -> dict[str, Command]:
+def readme_commands() -> dict[str, Command]:
     """Parse the code blocks of README.md; return the commands that start a server with a model, by feature."""
-    text = (ROOT / "README.md").read_text() if text is None else text
-    found = {}
+    found, text = {}, (ROOT / "README.md").read_text()
     for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)

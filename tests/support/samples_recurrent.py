@@ -158,9 +158,9 @@ class Planned(NamedTuple):
 REQUESTS = (Planned(2, 3, 2, 1), Planned(0, 2), Planned(4, 0), Planned(3, 1), Planned(1, 2, 3))
 
 
-def plan_of(requests: tuple[Planned, ...], spare: int = 1) -> Tensor:
+def plan_of(requests: tuple[Planned, ...]) -> Tensor:
     rows = [(r.slot, r.rows, r.half, r.slot) if r.slot > 0 and r.tokens else (0, 0, 0, 0) for r in requests]
-    return surrounded(torch.tensor(rows + [(0, 0, 0, 0)] * spare, dtype=torch.int32).view(-1, 4))
+    return surrounded(torch.tensor([*rows, (0, 0, 0, 0)], dtype=torch.int32).view(-1, 4))
 
 
 def starts_of(requests: tuple[Planned, ...]) -> Tensor:

@@ -319,7 +319,7 @@ def finish(manager: DraftCommitManager, window: Window, done: int = 0) -> None:
         call(**arguments)
 
 
-def assert_refused_and_works(mode, method, name, value, sentence, error=REFUSALS):
+def assert_refused_and_works(mode, method, name, value, sentence):
     """Open a window if the method needs one. After the refusal that window continues."""
     manager, untroubled, window = new_manager(mode), new_manager(mode), new_window()
     calls = steps(manager, window)
@@ -328,7 +328,7 @@ def assert_refused_and_works(mode, method, name, value, sentence, error=REFUSALS
         call(**arguments)
     before, state = twin([everything(manager), window]), manager.state
     call, arguments = calls.get(method, (manager.commit_rejected, {}))
-    refused(call, arguments, name, value, sentence, error)
+    refused(call, arguments, name, value, sentence)
     assert manager.state is state
     assert same_memory([everything(manager), window], before)
     finish(manager, window, done)

@@ -17,10 +17,10 @@ def outcome_of(batch, end):
     return (batch.draft_token_ids, batch.sampled_token_ids) if end == "commit" else (batch.num_rejected,)
 
 
-def a_step(engine, requests=STEPS[1]):
+def a_step(engine):
     """Open a window and write all its layers."""
     engine.step(STEPS[0])
-    batch = engine.batch(requests)
+    batch = engine.batch(STEPS[1])
     engine.manager.begin(batch.window)
     engine.forward(batch)
     return batch

@@ -21,8 +21,8 @@ WRITABLE = tuple(kind for kind in KINDS if kind not in ("amx", "latent"))
 class Staged:
     """A buffer over layers of some kinds, and a copy of the expected caches."""
 
-    def __init__(self, kinds=WRITABLE, rows=ROWS, kv_cache_dtype="auto"):
-        self.buffer = StagingBuffer(max_num_tokens=TOKENS, max_num_rows=rows, device="cpu")
+    def __init__(self, kinds=WRITABLE, kv_cache_dtype="auto"):
+        self.buffer = StagingBuffer(max_num_tokens=TOKENS, max_num_rows=ROWS, device="cpu")
         self.caches, self.kv_cache_dtype, self.seed = {}, kv_cache_dtype, 0
         self.scales = torch.tensor([0.5]), torch.tensor([0.125])
         for number, kind in enumerate(kinds):
