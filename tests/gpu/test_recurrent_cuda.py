@@ -151,22 +151,23 @@ class Requests:
 # ---------------------------------------------------------------- vLLM's Triton kernel
 
 
-def skip_before_triton_38() -> None:
-    """Skip a comparison of bits where Triton is older than the one that torch 2.14, and so vLLM 0.33, requires."""
-    import triton
+def loaded_or_skipped(load, needed):
+    """Load vLLM's kernels. Skip a comparison of bits without `needed`, or where Triton is older than the one that torch
+    2.14, and so vLLM 0.33, requires."""
+    try:
+        import triton
 
-    major, minor, *_ = triton.__version__.split(".")
-    if (int(major), int(minor)) < (3, 8):
-        pytest.skip(f"the kernel has the bits of Triton 3.8, and this is Triton {triton.__version__}")
+        major, minor, *_ = triton.__version__.split(".")
+        if (int(major), int(minor)) < (3, 8):
+            pytest.skip(f"the kernel has the bits of Triton 3.8, and this is Triton {triton.__version__}")
+        return load()
+    except ImportError as error:
+        pytest.skip(f"{needed}: {error}")
 
 
 @pytest.fixture(scope="module")
 def triton_update():
-    try:
-        skip_before_triton_38()
-        return recurrent_update()
-    except ImportError as error:
-        pytest.skip(f"vLLM's kernel needs Triton, and vLLM's tree on the path: {error}")
+    return loaded_or_skipped(recurrent_update, "vLLM's kernel needs Triton, and vLLM's tree on the path")
 
 
 class EveryState:
@@ -254,11 +255,7 @@ def test_bits_of_vllm_in_more_items_than_blocks(device, triton_update):
 
 @pytest.fixture(scope="module")
 def olmo_kernels():
-    try:
-        skip_before_triton_38()
-        return olmo_update()
-    except ImportError as error:
-        pytest.skip(f"vLLM's kernels for OLMo hybrid need an installed vLLM: {error}")
+    return loaded_or_skipped(olmo_update, "vLLM's kernels for OLMo hybrid need an installed vLLM")
 
 
 @pytest.mark.parametrize("allow_neg_eigval", [False, True])

@@ -49,19 +49,7 @@ FORMATS = (
     ("fp8_e5m2", torch.uint8),
     ("fp8_e5m2", torch.float8_e5m2),
 )
-SHAPES = {
-    "d64": Shape(3, 16, 2, 64, 64, layers=2),
-    "d80": Shape(3, 16, 4, 80, 80, layers=2),
-    "d128": Shape(3, 16, 8, 128, 128, layers=2),
-    "d192_v128": Shape(2, 16, 3, 192, 128, layers=2),
-    "block_size_is_num_heads": Shape(4, 8, 8, 16, 16, layers=2),
-    "odd": Shape(3, 5, 3, 7, 7, layers=3),
-    "odd_values": Shape(3, 5, 3, 7, 9, layers=3),
-    "wide_values": Shape(3, 12, 2, 16, 24, layers=2),
-    "mla_latent": Shape(2, 16, 1, 576, 64, layers=2),
-    "one_element": Shape(13, 1, 1, 1, 1, layers=2),
-    "more_units_than_a_block": Shape(3, 4, 40, 256, 128),
-}
+SHAPES = tensors.SHAPES | {"more_units_than_a_block": Shape(3, 4, 40, 256, 128)}
 OFFSETS = range(9)
 OPS = ops_of("staging")
 

@@ -90,12 +90,12 @@ def main() -> None:
     bailing.vllm_layer.causal_conv1d_fn = convolve_prompts
     bailing.vllm_layer.causal_conv1d_update = convolve_windows
     report(
-        {"bailing": (False, torch.float32, 1),
-         "bailing-graphs": (True, torch.float32, 2),
-         "bailing-nodrafts": (False, torch.float32, 1, 0), "bailing-graphs-nodrafts": (True, torch.float32, 2, 0)},
+        "bailing",
         lambda ranks: {"num_attention_heads": HEADS * ranks, "head_dim": WIDTH},
-        BailingSide, weights_of, inputs_of,
-    )  # fmt: skip
+        BailingSide,
+        weights_of,
+        inputs_of,
+    )
 
 
 if __name__ == "__main__":

@@ -122,12 +122,12 @@ def main() -> None:
     layer.causal_conv1d_update = functools.partial(convolve_windows, validate_data=False)
     layer.gather_initial_states, layer.scatter_states = initial_states, scatter
     report(
-        {"glm": (False, torch.float32, 1),
-         "glm-graphs": (True, torch.float32, 2),
-         "glm-nodrafts": (False, torch.float32, 1, 0), "glm-graphs-nodrafts": (True, torch.float32, 2, 0)},
+        "glm",
         lambda ranks: {"linear_num_heads": HEADS * ranks, "linear_head_dim": WIDTH},
-        GlmSide, weights_of, inputs_of,
-    )  # fmt: skip
+        GlmSide,
+        weights_of,
+        inputs_of,
+    )
 
 
 if __name__ == "__main__":

@@ -104,12 +104,12 @@ def main() -> None:
     kimi.vllm_layer.causal_conv1d_update = convolve_windows
     kimi.vllm_layer.gather_initial_states = initial_states
     report(
-        {"kimi": (False, torch.float32, 1),
-         "kimi-graphs": (True, torch.float32, 2),
-         "kimi-nodrafts": (False, torch.float32, 1, 0), "kimi-graphs-nodrafts": (True, torch.float32, 2, 0)},
+        "kimi",
         lambda ranks: {"linear_attn_config": KDA | {"num_heads": HEADS * ranks}},
-        KimiSide, weights_of, inputs_of,
-    )  # fmt: skip
+        KimiSide,
+        weights_of,
+        inputs_of,
+    )
 
 
 if __name__ == "__main__":

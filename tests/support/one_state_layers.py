@@ -484,24 +484,26 @@ class WholeHeads:
 
 
 def report(
-    cases: dict[str, tuple[Any, ...]],
+    model: str,
     sizes_of: Callable[[int], dict[str, Any]],
     side: type[Side],
     weights_of: Callable[[torch.Generator], list[dict[str, Tensor]]],
     inputs_of: Callable[[torch.Generator, int], list[dict[str, Tensor]]],
+    state: torch.dtype = torch.float32,
 ) -> None:
     """Run the cases of another model that the command line names, or all, and print what was compared.
 
     Args:
-        cases: by name, whether windows run from FULL graphs, the dtype of states, the number of ranks, the number of
-            drafts (K by default), and the rows of a ring (0 by default).
+        model: the first word of its cases. In the cases with graphs, windows run from FULL graphs on two ranks.
         sizes_of: returns the sizes in the model's configuration for a number of ranks.
         side, weights_of, inputs_of: layers, weights and inputs of the model.
+        state: dtype of the states in the first case. It is float32 in the others.
     """
-    for name in sys.argv[1:] or cases:
-        full_graphs, state, ranks, *drafts = cases[name]
-        more = dict(zip(("most_drafts", "ring_rows"), drafts, strict=False))
-        said = run(False, full_graphs, state, ranks, sizes_of(ranks), side, weights_of, inputs_of, steps=16, **more)
+    for name in sys.argv[1:] or [model + rest for rest in ("", "-graphs", "-nodrafts", "-graphs-nodrafts")]:
+        full_graphs, ranks = (True, 2) if "-graphs" in name else (False, 1)
+        dtype, drafts = state if name == model else torch.float32, 0 if name.endswith("-nodrafts") else K
+        sizes = sizes_of(ranks)
+        said = run(False, full_graphs, dtype, ranks, sizes, side, weights_of, inputs_of, steps=16, most_drafts=drafts)
         print(name, json.dumps(said), flush=True)
 
 

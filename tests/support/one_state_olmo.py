@@ -104,17 +104,18 @@ def main() -> None:
     olmo.vllm_layer.causal_conv1d_fn = convolve_prompts
     olmo.vllm_layer.causal_conv1d_update = olmo.causal_conv1d_update = convolve_windows
     report(
-        {"olmo": (False, torch.bfloat16, 1),
-         "olmo-graphs": (True, torch.float32, 2),
-         "olmo-nodrafts": (False, torch.float32, 1, 0), "olmo-graphs-nodrafts": (True, torch.float32, 2, 0)},
+        "olmo",
         lambda ranks: {
             "linear_num_key_heads": KEY_HEADS * ranks,
             "linear_num_value_heads": VALUE_HEADS * ranks,
             "linear_key_head_dim": KEY_WIDTH,
             "linear_value_head_dim": VALUE_WIDTH,
         },
-        OlmoSide, weights_of, inputs_of,
-    )  # fmt: skip
+        OlmoSide,
+        weights_of,
+        inputs_of,
+        torch.bfloat16,
+    )
 
 
 if __name__ == "__main__":

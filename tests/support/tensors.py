@@ -10,6 +10,20 @@ SMALL = Shape(blocks=3, block_size=4, heads=4, key_width=8, value_width=8, layer
 WIDE_VALUES = Shape(blocks=3, block_size=5, heads=2, key_width=16, value_width=24)
 LATENT = Shape(blocks=2, block_size=4, heads=1, key_width=24, value_width=8)
 
+# Shapes of the tests that compare whole caches.
+SHAPES = {
+    "d64": Shape(3, 16, 2, 64, 64, layers=2),
+    "d80": Shape(3, 16, 4, 80, 80, layers=2),
+    "d128": Shape(3, 16, 8, 128, 128, layers=2),
+    "d192_v128": Shape(2, 16, 3, 192, 128, layers=2),
+    "block_size_is_num_heads": Shape(4, 8, 8, 16, 16, layers=2),
+    "odd": Shape(3, 5, 3, 7, 7, layers=3),
+    "odd_values": Shape(3, 5, 3, 7, 9, layers=3),
+    "wide_values": Shape(3, 12, 2, 16, 24, layers=2),
+    "mla_latent": Shape(2, 16, 1, 576, 64, layers=2),
+    "one_element": Shape(13, 1, 1, 1, 1, layers=2),
+}
+
 # Shapes whose rows have no bytes.
 NO_BYTES = {
     "no heads": Shape(blocks=3, block_size=4, heads=0, key_width=8, value_width=8),
@@ -55,7 +69,7 @@ def surrounded_layers(logs: list[Tensor]) -> Tensor:
     return view
 
 
-# A window number for write_kv_logged, log_slots and restore_slots, and an older one.
+# A window number for write_kv_logged, log_slots and restore_slots, and an earlier one.
 WINDOW, EARLIER_WINDOW = 2**33 + 5, 5
 
 

@@ -463,6 +463,26 @@ def _sparse_mla_layer(generator: torch.Generator, prefix: str) -> dict[str, Tens
     }
 
 
+def _hybrid_config(sizes: dict[str, int], key_width: int, value_width: int) -> dict[str, Any]:
+    """Layers of Gated DeltaNet, and one of attention after them."""
+    return {
+        "hidden_size": Size().hidden,
+        "intermediate_size": Size().intermediate,
+        "num_hidden_layers": sizes["layers"],
+        "layer_types": ["linear_attention"] * (sizes["layers"] - 1) + ["full_attention"],
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes["kv_heads"],
+        "linear_num_key_heads": sizes["key_heads"],
+        "linear_num_value_heads": sizes["value_heads"],
+        "linear_key_head_dim": key_width,
+        "linear_value_head_dim": value_width,
+        "linear_conv_kernel_dim": sizes["conv"],
+        **COMMON,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+    }
+
+
 def _write_olmo(folder: pathlib.Path, sizes: dict[str, int] = OLMO, allow_neg_eigval: bool = True) -> None:
     """OLMo hybrid: three layers of Gated DeltaNet, and one of attention, with its norms after attention and MLP."""
     size = Size()
@@ -471,24 +491,11 @@ def _write_olmo(folder: pathlib.Path, sizes: dict[str, int] = OLMO, allow_neg_ei
     config = {
         "architectures": ["OlmoHybridForCausalLM"],
         "model_type": "olmo_hybrid",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": sizes["layers"],
-        "layer_types": ["linear_attention"] * (sizes["layers"] - 1) + ["full_attention"],
-        "num_attention_heads": sizes["heads"],
-        "num_key_value_heads": sizes["kv_heads"],
-        "linear_num_key_heads": sizes["key_heads"],
-        "linear_num_value_heads": sizes["value_heads"],
-        "linear_key_head_dim": sizes["key"],
-        "linear_value_head_dim": sizes["value"],
-        "linear_conv_kernel_dim": sizes["conv"],
+        **_hybrid_config(sizes, sizes["key"], sizes["value"]),
         "linear_allow_neg_eigval": allow_neg_eigval,
-        **COMMON,
         "pad_token_id": 0,
         "max_position_embeddings": MAX_TOKENS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
     }
     generator = torch.Generator().manual_seed(44)
     embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
@@ -592,25 +599,12 @@ def _write_gdn_mtp(folder: pathlib.Path, sizes: dict[str, int] = GDN, experts: b
     config = {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": sizes["layers"],
-        "layer_types": ["linear_attention"] * (sizes["layers"] - 1) + ["full_attention"],
-        "num_attention_heads": sizes["heads"],
-        "num_key_value_heads": sizes["kv_heads"],
+        **_hybrid_config(sizes, sizes["state"], sizes["state"]),
         "head_dim": sizes["head_size"],
-        "linear_num_key_heads": sizes["key_heads"],
-        "linear_num_value_heads": sizes["value_heads"],
-        "linear_key_head_dim": sizes["state"],
-        "linear_value_head_dim": sizes["state"],
-        "linear_conv_kernel_dim": sizes["conv"],
         "mtp_num_hidden_layers": 1,
-        **COMMON,
         "max_position_embeddings": 2 * MAX_TOKENS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        "rms_norm_eps": 1e-6,
         "attn_output_gate": True,
-        "attention_bias": False,
     }
     generator = torch.Generator().manual_seed(28)
     embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
