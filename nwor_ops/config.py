@@ -21,7 +21,7 @@ _ON_UNSUPPORTED = ("error", "vanilla")
 _ON_ERROR = ("continue", "stop")
 _SWITCHES = ("audit", "emit_metrics", "draft_graphs")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-# True is the exact form. A form of its own is a string, so every form is true.
+# True is the exact form. The name of another form is a string that is not empty, so every form is true.
 _RECURRENT: dict[str, bool | str] = {**_BOOLEANS, "on": True, "exact": True, "off": False, "chunk": "chunk"}
 
 

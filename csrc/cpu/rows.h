@@ -68,7 +68,7 @@ void copy_adjacent_rows(T* to, HeadsStrides to_strides, const T* from, HeadsStri
             std::memcpy(to + w * to_strides.width, from + w * from_strides.width, count * sizeof(T));
 }
 
-// Consecutive rows [count, H, W]. If slots are adjacent in memory (the keys of vLLM's CPU pages), and log
+// Consecutive rows [count, H, W]. If slots are adjacent in memory (the keys in vLLM's CPU pages), and log
 // rows are too, several rows move at once. The drafts of a request are such rows.
 template <class T>
 void copy_rows(T* to, int64_t to_row_stride, HeadsStrides to_strides, const T* from, int64_t from_row_stride,

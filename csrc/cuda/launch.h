@@ -37,9 +37,9 @@ inline int64_t ceil_div(int64_t n, int64_t d) {
 }
 
 // Rows of `heads` x `columns` accesses, with one thread per access. threadIdx.x and blockIdx.z walk along a
-// head, threadIdx.y and blockIdx.y over the heads, and threadIdx.z and blockIdx.x over the rows. So no thread
-// needs a division to find its element. A row without accesses still has its leading thread, which does the
-// work per row: it marks the row, and reports an invalid one.
+// head. threadIdx.y and blockIdx.y walk over the heads, and threadIdx.z and blockIdx.x over the rows. So no
+// thread needs a division to find its element. A row without accesses still has its leading thread, which
+// does the work per row: it marks the row, and reports an invalid one.
 inline LaunchShape shape_for_rows(const char* op, int64_t rows, int64_t heads, int64_t columns) {
     heads = std::max<int64_t>(heads, 1);
     columns = std::max<int64_t>(columns, 1);

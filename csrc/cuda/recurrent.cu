@@ -6,9 +6,9 @@
 //
 // A block owns rows of one head's state of one request, from load to store. The rows are in registers: eight
 // lanes share a row, and a thread has 64 elements of a few rows (`recurrent_rows.h`). A state travels through
-// shared memory (`SharedRows` in `recurrent_shared.h`). With loads into registers the first branch after them
-// would wait for all of them, and the code that prepares keys, queries, gates and record rows in the meantime
-// has many branches. The kernel stores the state as soon as the accepted rows are reapplied, and then runs
+// shared memory (`SharedRows` in `recurrent_shared.h`). After loads into registers, the first branch would
+// wait for all of them. The code that prepares keys, queries, gates and record rows in the meantime has many
+// branches. The kernel stores the state as soon as the accepted rows are reapplied, and then runs
 // the window on the registers.
 //
 // All results are bit-identical to those of vLLM's Triton kernels. `recurrent_arithmetic.h` says which

@@ -241,9 +241,9 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     norm_outputs<Input>(job, window);
 }
 
-// Returns the largest block size for a call. Four blocks of 128 threads fit on a multiprocessor like two of
-// 256 (with 164 KB of shared memory the registers are the limit), and they overlap their waits for memory
-// better. But the work that a block does once for all of its rows grows with the window. It matters least
+// Returns the largest block size for a call. A multiprocessor holds four blocks of 128 threads or two of
+// 256: with 164 KB of shared memory the registers are the limit. Four overlap their waits for memory better.
+// But the work that a block does once for all of its rows grows with the window. It matters least
 // with small states and the norm, because a block then has all rows of a head. With the norm, few blocks of
 // 128 leave a part of the chip idle.
 int64_t threads_of_verify(const VerifyArguments& c, int64_t heads) {

@@ -48,7 +48,7 @@ def plan_recurrent_window(
             Column 1 is the number of rows to reapply, and column 2 the half of the record with these rows. Column 3 is
             the slot that it writes, equal to the first. This window records into the other half. Rows are zero for
             requests without a window, and from Q on. With a ring, column 2 is the first row to reapply. Column 3 is 0
-            if the state is not stored. This window records behind the rows of column 1.
+            if the state is not stored. This window records after the rows of column 1.
         cursors: int32 ``[S, 2]``, contiguous. **Mutated** at the slots of this step's requests. A row holds the number
             of rows that the last window recorded (0 = nothing pending), and their half. With a ring ``[S, 3]``: the
             number of rows that the last window recorded, the first pending row, and the number of accepted rows before
@@ -190,7 +190,7 @@ def gated_delta_verify(
     between the tokens of the window:
 
         g = -exp(A_log) softplus(a + dt_bias);  decay = exp(g);  beta = sigmoid(b)
-        k = k / sqrt(sum(k^2) + 1e-6), q likewise;  q = q scale
+        k = k / sqrt(sum(k^2) + 1e-6);  q = scale q / sqrt(sum(q^2) + 1e-6)
         S = S decay;  u = beta (v - S k);  S = S + u k^T;  out = S q
 
     vLLM's ``fused_sigmoid_gating_delta_rule_update`` has the same formula

@@ -361,8 +361,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
     def cancel(self) -> None:
         """Undo the window and close it: none of its tokens stay, and nothing is pending.
 
-        In a ring, the accepted rows of a request whose state was not to be stored stay pending. With ``chunk`` the rows
-        behind a chunk that was to be stored stay pending too.
+        In a ring, the accepted rows of a request whose state was not to be stored stay pending. With ``chunk``, so
+        do the rows after a chunk that was to be stored.
 
         The forward may have stopped at any layer. Layers that ran have applied the rows that were pending before the
         window; cancel applies them in the other layers. The states are those of a window that had just begun. For

@@ -298,9 +298,9 @@ class DraftCommitManager(Stateful[Layer]):
             self._require(_CLOSED, "begin")
         if not isinstance(window, Window):
             raise TypeError(f"begin: window must be a Window, got {validation.shown(window)}")
-        # In a cold cache each Python function, and each name of a field, costs the host more than the checks alone.
-        # So they are written here, and the window is unpacked. The size of a tensor costs still more. So the bound
-        # calls check the number of requests, not this function.
+        # In a cold cache, a call of a Python function or the read of a field costs the host more than a check. So the
+        # checks are written here, and the window is unpacked. The size of a tensor costs still more, so the bound calls
+        # check the number of requests.
         bound = self._bound
         query_start_loc, counts, slot_mappings, drafts, bonus_tokens, seq_lens, tables, states, leading_zero = window
         slots: list[Tensor] = []

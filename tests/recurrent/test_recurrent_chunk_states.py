@@ -44,7 +44,7 @@ class Reader:
         )  # fmt: skip
 
     def read(self, tokens: int, kept: int) -> torch.Tensor:
-        """Read a window whose last tokens are rejected, and return the outputs of those that stay."""
+        """Read a window whose last tokens are rejected, and return the outputs of the accepted ones."""
         positions = [*range(self.position, self.position + kept), *range(tokens - kept)]
         self.begin(tokens)
         found = torch.stack([self.verify(name, positions)[:kept] for name in LAYERS])

@@ -131,9 +131,9 @@ class EveryState:
 
 
 class EveryChunk(EveryState):
-    """The same for the chunk form. Each token runs as a window of its own, from the state at the start of its chunk.
+    """The same for the chunk form. Each token runs as a separate window, from the state at the start of its chunk.
 
-    It has no cursors and plans of its own either: for each window, the tokens since then run again from empty records.
+    It has no cursors and plans either: for each window, the tokens since then run again from empty records.
     A chunk begins with each state that another call has put in ``held``.
     """
 

@@ -809,7 +809,7 @@ def test_rows_that_change_nothing_are_not_counted_as_pending(monkeypatch: pytest
     audited = audited_chunks()
     layer, window = audited.layer, audited.window
     monkeypatch.setattr("nwor_ops.vllm.one_states", lambda: [SimpleNamespace(_builders=[window])])
-    # The state of block 5 was stored, and the rows behind it are real.
+    # The state of block 5 was stored, and the rows after it are real.
     assert (pending_in(5, [layer]), pending_in(2, [layer])) == (2 + 4, 4 + 3)
     layer.group.cursors.drop(torch.tensor([5]))
     layer.group.begin_chunk(torch.tensor([5]), torch.tensor([13]))

@@ -145,11 +145,11 @@ def gated_delta_verify(
             elif target > 0:
                 state[target, head] = h
                 h = state[target, head].float()
-            behind = rows - chunk if chunk and target > 0 else rows  # rows of the chunk before the window
+            before = rows - chunk if chunk and target > 0 else rows  # rows of the chunk before the window
             slot = max(target, 0) or source
             next_first = (first + rows) % record_keys.shape[2] if ring_rows else 1 - first
             for token in range(begin, end):
-                if chunk and behind + token - begin == chunk:
+                if chunk and before + token - begin == chunk:
                     h = h.to(state.dtype).float()
                 half, row, update_row = place_of(record_keys, next_first, token - begin)
                 query, key = q[token, key_head].float(), k[token, key_head].float()

@@ -98,7 +98,7 @@ class StateAudit(StepListener):
                     self._compare(builder.group, [source, folded, row[2], target] if folded else row)
                     for name, layer in names.items():
                         self._kept[name, source] = [*pending[name], *layer.all_states[start:end].clone()]
-                    if folded and folded < rows:  # the rows behind the chunk
+                    if folded and folded < rows:  # the rows after the chunk
                         ring = _ring_of(builder.group)
                         self._compare(builder.group, [source, rows - folded, (row[2] + folded) % ring, 0], keep=True)
                     self._counts["windows"] += 1
