@@ -232,12 +232,13 @@ inline void set_step(PlanCall& call, const PlanCall& checked, StepArguments& ste
         check_cumulative_drafts(cu, checked.plan.drafts_of.num_bonus_tokens, checked.leading_zero);
     check_requests(p.op, drafts.num_requests, checked.plan.num_requests);
     const Vector<int32_t> starts = int32_view(qsl, drafts.num_requests + 1, "[num_requests + 1]");
-    check_outside(cu, drafts.given, checked);
-    check_outside(qsl, starts, checked);
+    check_outside(p.op, cu.name, drafts.given, checked);
+    check_outside(p.op, qsl.name, starts, checked);
     p.drafts_of = drafts.drafts_of;
     p.num_requests = drafts.num_requests;
     p.query_start_loc = starts.data;
-    step.num_requests = p.num_requests;
+    step.window.num_requests = p.num_requests;
+    step.window.query_start_loc = starts;
 }
 
 // Returns the arguments with the number of requests that have bonus tokens. In a decode this depends on data.
@@ -423,10 +424,10 @@ template <class Call>
 void set_step(AcceptArguments& a, const AcceptArguments& checked, const StepArguments& step,
               const Call& call) {
     const Argument rejected{a.op, "num_rejected", needed(a.op, "num_rejected", step.num_rejected)};
-    check_requests(a.op, step.num_requests, checked.num_requests);
-    a.num_requests = step.num_requests;
+    check_requests(a.op, step.window.num_requests, checked.num_requests);
+    a.num_requests = step.window.num_requests;
     const Vector<int32_t> counts = int32_view(rejected, a.num_requests, "[num_requests]");
-    check_outside(rejected, counts, call);
+    check_outside(a.op, rejected.name, counts, call);
     a.num_rejected = counts.data;
 }
 
@@ -434,10 +435,10 @@ void set_step(AcceptArguments& a, const AcceptArguments& checked, const StepArgu
 inline void set_step(AcceptArguments& a, const AcceptArguments& checked, const StepArguments& step) {
     const Argument drafts{a.op, "draft_token_ids", needed(a.op, "draft_token_ids", step.draft_token_ids)},
         sampled{a.op, "sampled_token_ids", needed(a.op, "sampled_token_ids", step.sampled_token_ids)};
-    check_requests(a.op, step.num_requests, checked.num_requests);
-    a.num_requests = step.num_requests;
+    check_requests(a.op, step.window.num_requests, checked.num_requests);
+    a.num_requests = step.window.num_requests;
     set_tokens(a, drafts.tensor, sampled.tensor);
-    for (const Argument& ids : {drafts, sampled}) check_outside(ids, ids.tensor, checked);
+    for (const Argument& ids : {drafts, sampled}) check_outside(a.op, ids.name, ids.tensor, checked);
 }
 
 inline AcceptArguments check_reject_rows_from_rejected(
@@ -549,6 +550,7 @@ void register_accept(Library& m) {
     NWOR_BINDABLE_OP(m, reject_rows, check_reject_rows);
     NWOR_OP(m, reject_rows_from_rejected, check_reject_rows_from_rejected);
     m.impl("_begin_bound", TORCH_BOX(&begin_bound));
+    m.impl("_begin_redirected_bound", TORCH_BOX(&begin_redirected_bound));
     m.impl("_commit_bound", TORCH_BOX(&commit_bound));
     m.impl("_commit_tokens_bound", TORCH_BOX(&commit_tokens_bound));
 }

@@ -560,26 +560,28 @@ void each_written(const WindowCall& call, const F& f) {
     if (call.kind == WindowOp::kAcceptAndClose) each_written(call.accept, f);
 }
 
-inline void set_step(WindowCall& call, const WindowCall& checked, const StepArguments& step) {
+inline void set_step(WindowCall& call, const WindowCall& checked, StepArguments& step) {
     WindowArguments& a = call.window;
-    check_requests(a.op, step.num_requests, checked.window.num_requests);
-    a.num_requests = step.num_requests;
-    const Argument qsl{a.op, "query_start_loc", needed(a.op, "query_start_loc", step.query_start_loc)};
-    const Vector<int32_t> starts = int32_view(qsl, a.num_requests + 1, "[num_requests + 1]");
-    check_outside(qsl, starts, checked);
-    a.query_start_loc = starts.data;
+    Begun& window = step.window;
+    check_requests(a.op, window.num_requests, checked.window.num_requests);
+    a.num_requests = window.num_requests;
+    // plan_window has checked the queries, and open_window the states.
+    check_outside(a.op, "query_start_loc", window.query_start_loc, checked);
+    a.query_start_loc = window.query_start_loc.data;
     if (call.kind == WindowOp::kOpen) {
         const Argument lens{a.op, "seq_lens", needed(a.op, "seq_lens", step.seq_lens)};
         const Vector<int32_t> lengths = int32_view(lens, a.num_requests, "[num_requests]");
-        check_outside(lens, lengths, checked);
+        check_outside(a.op, lens.name, lengths, checked);
         a.seq_lens = lengths.data;
+        if (step.idx_mapping != nullptr)
+            window.idx_mapping =
+                ids_view({a.op, "idx_mapping", *step.idx_mapping}, a.num_requests, "[num_requests]");
     }
-    if (call.has_states != (step.idx_mapping != nullptr))
+    if (call.has_states != window.idx_mapping.has_value())
         fail(a.op, "idx_mapping must be given exactly if the bound call has it");
-    if (step.idx_mapping != nullptr) {
-        const Argument idx{a.op, "idx_mapping", *step.idx_mapping};
-        a.idx_mapping = ids_view(idx, a.num_requests, "[num_requests]");
-        check_outside(idx, a.idx_mapping, checked);
+    if (call.has_states) {
+        a.idx_mapping = *window.idx_mapping;
+        check_outside(a.op, "idx_mapping", a.idx_mapping, checked);
     }
     if (call.kind != WindowOp::kAcceptAndClose) return;
     set_step(call.accept, checked.accept, step, checked);

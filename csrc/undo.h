@@ -186,8 +186,8 @@ inline RestoreArguments check_restore(
 
 inline void set_step(RestoreArguments& r, const RestoreArguments&, const StepArguments& step) {
     const int64_t log_rows = r.windows_layer_stride;
-    r.num_rows = step.num_rows.value_or(log_rows);
-    if (r.num_rows < 0 || r.num_rows > log_rows)
+    r.num_rows = step.window.num_rows < 0 ? log_rows : step.window.num_rows;
+    if (r.num_rows > log_rows)
         fail(r.op, "num_rows must be from 0 to the ", log_rows, " rows of log, got ", r.num_rows);
 }
 

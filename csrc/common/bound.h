@@ -2,7 +2,7 @@
 //
 // Most of the host's time for a small op goes into passing and checking arguments. An engine passes the same
 // buffers, planes and tables in every step. `_bind_NAME` checks a call of op NAME and returns a handle in
-// place of running it. `_begin_bound`, `_commit_bound` and `_commit_tokens_bound` run all calls of a handle.
+// place of running it. `_begin_bound` and `_commit_bound`, and their variants, run all calls of a handle.
 #pragma once
 
 #include <memory>
@@ -16,8 +16,17 @@
 
 namespace nwor {
 
-// The arguments that change from step to step. A call uses some of them. plan_window sets the number of
-// requests, from the counts of drafts. The handle of begin keeps it for commit.
+// What a commit needs to know about the window of its begin. The first two are in the memory of a handle,
+// where Python writes them: an int argument costs the host more than a tensor.
+struct Begun {
+    int64_t num_requests = 0;
+    int64_t num_rows = -1;  // as in restore_slots; negative: not given
+    Vector<int32_t> query_start_loc{};
+    std::optional<Ids> idx_mapping;
+};
+
+// The arguments that change from step to step. A call uses some of them. The calls of a begin fill `window`
+// from its tensors: plan_window the number of requests and query_start_loc, open_window the rest.
 struct StepArguments {
     const Tensor* query_start_loc = nullptr;
     const Tensor* cu_num_draft_tokens = nullptr;
@@ -26,8 +35,7 @@ struct StepArguments {
     const Tensor* num_rejected = nullptr;
     const Tensor* draft_token_ids = nullptr;
     const Tensor* sampled_token_ids = nullptr;
-    int64_t num_requests = 0;
-    std::optional<int64_t> num_rows;
+    Begun window;
 };
 
 // The tensor of an argument that this call needs.
@@ -42,16 +50,16 @@ inline void check_requests(const char* op, int64_t num_requests, int64_t most) {
         fail(op, "num_requests must be from 0 to the ", most, " of the bound call, got ", num_requests);
 }
 
-// Checks that the checked argument of a step lies outside the address ranges that a call writes, which
+// Checks that an argument of a step lies outside the address ranges that a call writes, which
 // each_written(call, f) passes to f. The check is not exact: memory between the rows of a plane counts as the
 // plane's. `view` has the address range, since asking torch for it again costs the host more than the check.
 template <class View, class Call>
-void check_outside(const Argument& a, const View& view, const Call& call) {
+void check_outside(const char* op, const char* name, const View& view, const Call& call) {
     const Range range = range_of(view);
     if (range.begin == range.end) return;
     each_written(call, [&](const Range& other) {
         if (range.begin < other.end && other.begin < range.end)
-            fail(a.op, a.name, " must not share memory with an argument that the op writes");
+            fail(op, name, " must not share memory with an argument that the op writes");
     });
 }
 
@@ -117,36 +125,50 @@ class BoundCallOf : public BoundCall {
     std::vector<ListedTensor> listed_;
 };
 
-// The memory of a handle: a tensor int64 [2] on the CPU, so that torch counts its references. `self` tells a
+// The memory of a handle: a tensor int64 [4] on the CPU, so that torch counts its references. `self` tells a
 // handle from a copy of its bytes.
 struct BoundCalls {
     static constexpr int64_t kMark = 0x6e776f7220626e64;
 
     int64_t mark = kMark;
     const BoundCalls* self = this;
+    Begun window;  // of the last begin
     std::vector<std::shared_ptr<BoundCall>> calls;
-    int64_t num_requests = 0;  // of the last begin
+    // For a commit: the handle of its begin.
+    const BoundCalls* begun = nullptr;
+    std::optional<Tensor> begun_memory;
 };
-static_assert(offsetof(BoundCalls, self) == sizeof(int64_t), "a handle is int64 [2]");
+static_assert(offsetof(BoundCalls, self) == 8 && offsetof(BoundCalls, window.num_requests) == 16 &&
+                  offsetof(BoundCalls, window.num_rows) == 24,
+              "a handle is int64 [4]");
 
 inline BoundCalls& bound_calls(const char* op, const char* name, const Tensor& bound) {
     const Argument a{op, name, bound};
     if (!bound.is_cpu()) fail(op, name, " must be on device cpu, got ", device_name(bound));
     a.dtype(ScalarType::Long);
-    if (bound.dim() == 1 && bound.size(0) == 2) {
+    if (bound.dim() == 1 && bound.size(0) == 4) {
         BoundCalls* calls = static_cast<BoundCalls*>(bound.data_ptr());
         if (calls->mark == BoundCalls::kMark && calls->self == calls) return *calls;
     }
     a.must_be("a handle that _bind has returned, and not a copy");
 }
 
-// Returns a handle of the calls of `after` and then `call`.
+// Returns a handle of the calls of `after` and then `call`. `begun` is the handle of the begin, for a commit.
 inline Tensor bound_handle(const char* op, std::shared_ptr<BoundCall> call,
-                           const std::optional<Tensor>& after) {
+                           const std::optional<Tensor>& after, const std::optional<Tensor>& begun) {
     auto handle = std::make_unique<BoundCalls>();
-    if (after.has_value()) handle->calls = bound_calls(op, "after", *after).calls;
+    if (after.has_value()) {
+        const BoundCalls& earlier = bound_calls(op, "after", *after);
+        handle->calls = earlier.calls;
+        handle->begun = earlier.begun;
+        handle->begun_memory = earlier.begun_memory;
+    }
+    if (begun.has_value()) {
+        handle->begun = &bound_calls(op, "begun", *begun);
+        handle->begun_memory = begun;
+    }
     handle->calls.push_back(std::move(call));
-    const int64_t size = 2, stride = 1;
+    const int64_t size = 4, stride = 1;
     Tensor tensor = torch::stable::from_blob(
         handle.get(), {&size, 1}, {&stride, 1}, torch::stable::Device(torch::headeronly::DeviceType::CPU),
         ScalarType::Long, [](void* data) { delete static_cast<BoundCalls*>(data); });
@@ -155,8 +177,7 @@ inline Tensor bound_handle(const char* op, std::shared_ptr<BoundCall> call,
 }
 
 // All checks come before the first launch.
-inline void launch_bound(const char* op, const Tensor& bound, StepArguments& step) {
-    BoundCalls& handle = bound_calls(op, "bound", bound);
+inline void launch_bound(const char* op, BoundCalls& handle, StepArguments& step) {
     const std::vector<std::shared_ptr<BoundCall>>& calls = handle.calls;
     const BoundCall& first = *calls[0];
     const auto on_its_device = [&](const char* name, const Tensor* tensor) {
@@ -172,67 +193,56 @@ inline void launch_bound(const char* op, const Tensor& bound, StepArguments& ste
     on_its_device("draft_token_ids", step.draft_token_ids);
     on_its_device("sampled_token_ids", step.sampled_token_ids);
     for (const auto& call : calls) call->set(step);
-    handle.num_requests = step.num_requests;
+    handle.window = step.window;
     for (const auto& call : calls) call->launch();
-}
-
-inline const Tensor* given_tensor(const std::optional<Tensor>& tensor) {
-    return tensor.has_value() ? &*tensor : nullptr;
 }
 
 inline void begin_bound(const Tensor& query_start_loc,      // int32 [num_requests + 1]
                         const Tensor& cu_num_draft_tokens,  // int32 [num_requests]
-                        const Tensor& bound,
-                        const std::optional<Tensor>& seq_lens,     // int32 [num_requests]
-                        const std::optional<Tensor>& idx_mapping)  // ids [num_requests]
-{
+                        const Tensor& bound) {
     StepArguments step;
     step.query_start_loc = &query_start_loc;
     step.cu_num_draft_tokens = &cu_num_draft_tokens;
-    step.seq_lens = given_tensor(seq_lens);
-    step.idx_mapping = given_tensor(idx_mapping);
-    launch_bound("_begin_bound", bound, step);
+    launch_bound("_begin_bound", bound_calls("_begin_bound", "bound", bound), step);
+}
+
+inline void begin_redirected_bound(const Tensor& query_start_loc,      // int32 [num_requests + 1]
+                                   const Tensor& cu_num_draft_tokens,  // int32 [num_requests]
+                                   const Tensor& bound,
+                                   const Tensor& seq_lens,                    // int32 [num_requests]
+                                   const std::optional<Tensor>& idx_mapping)  // ids [num_requests]
+{
+    const char* op = "_begin_redirected_bound";
+    StepArguments step;
+    step.query_start_loc = &query_start_loc;
+    step.cu_num_draft_tokens = &cu_num_draft_tokens;
+    step.seq_lens = &seq_lens;
+    if (idx_mapping.has_value()) step.idx_mapping = &*idx_mapping;
+    launch_bound(op, bound_calls(op, "bound", bound), step);
 }
 
 // `step` has the outcome of the drafts. The rest is the same for each of its forms.
-inline void launch_commit(const char* op, StepArguments step, const Tensor& bound, const Tensor& begun,
-                          const std::optional<int64_t>& num_rows,
-                          const std::optional<Tensor>& query_start_loc,
-                          const std::optional<Tensor>& idx_mapping,
-                          const std::optional<int64_t>& num_requests = std::nullopt) {
-    step.num_requests =
-        num_requests.has_value() ? *num_requests : bound_calls(op, "begun", begun).num_requests;
-    step.num_rows = num_rows;
-    step.query_start_loc = given_tensor(query_start_loc);
-    step.idx_mapping = given_tensor(idx_mapping);
-    launch_bound(op, bound, step);
+inline void launch_commit(const char* op, StepArguments& step, const Tensor& bound) {
+    BoundCalls& handle = bound_calls(op, "bound", bound);
+    if (handle.begun == nullptr) fail(op, "bound must be a handle that was bound with begun");
+    step.window = handle.begun->window;
+    launch_bound(op, handle, step);
 }
 
 inline void commit_bound(const Tensor& num_rejected,  // int32 [num_requests]
-                         const Tensor& bound,
-                         const Tensor& begun,  // the handle of begin
-                         const std::optional<int64_t>& num_rows,
-                         const std::optional<Tensor>& query_start_loc,  // int32 [num_requests + 1]
-                         const std::optional<Tensor>& idx_mapping,      // ids [num_requests]
-                         const std::optional<int64_t>& num_requests)    // of a begin in a graph
-{
+                         const Tensor& bound) {
     StepArguments step;
     step.num_rejected = &num_rejected;
-    launch_commit("_commit_bound", step, bound, begun, num_rows, query_start_loc, idx_mapping, num_requests);
+    launch_commit("_commit_bound", step, bound);
 }
 
 inline void commit_tokens_bound(const Tensor& draft_token_ids,    // ids [num_draft_tokens]
                                 const Tensor& sampled_token_ids,  // ids [num_requests, most drafts (+ 1)]
-                                const Tensor& bound,
-                                const Tensor& begun,  // the handle of begin
-                                const std::optional<int64_t>& num_rows,
-                                const std::optional<Tensor>& query_start_loc,  // int32 [num_requests + 1]
-                                const std::optional<Tensor>& idx_mapping)      // ids [num_requests]
-{
+                                const Tensor& bound) {
     StepArguments step;
     step.draft_token_ids = &draft_token_ids;
     step.sampled_token_ids = &sampled_token_ids;
-    launch_commit("_commit_tokens_bound", step, bound, begun, num_rows, query_start_loc, idx_mapping);
+    launch_commit("_commit_tokens_bound", step, bound);
 }
 
 }  // namespace nwor

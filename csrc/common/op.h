@@ -30,11 +30,12 @@ struct Op<Device, op, check> {
         const Arguments arguments = check(op, parameters...);
         return run(arguments, Device(first_of(parameters...)));
     }
-    static Tensor bind(Parameters... parameters, const std::optional<Tensor>& after) {
+    static Tensor bind(Parameters... parameters, const std::optional<Tensor>& after,
+                       const std::optional<Tensor>& begun) {
         using Call = BoundCallOf<Device, Arguments, std::decay_t<Parameters>...>;
         return bound_handle(
             op, std::make_shared<Call>(op, check(op, parameters...), first_of(parameters...), parameters...),
-            after);
+            after, begun);
     }
 };
 

@@ -33,7 +33,15 @@ from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import LayerCache, has_no_data
-from nwor_ops.ops.bound import begin_bound, bind, commit_bound, commit_tokens_bound, own_error
+from nwor_ops.ops.bound import (
+    begin_bound,
+    begin_redirected_bound,
+    bind,
+    commit_bound,
+    commit_tokens_bound,
+    numbers_of,
+    own_error,
+)
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.layers import Layer, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Recovery, Redirects
@@ -51,6 +59,7 @@ class _BoundCalls:
 
     Attributes:
         begin: the handle of begin.
+        numbers: those that a commit reads; see :func:`nwor_ops.ops.bound.numbers_of`.
         commit, commit_tokens: those of :meth:`DraftCommitManager.commit_rejected` and
             :meth:`DraftCommitManager.commit`; None until the first commit of that kind.
         redirects: as in :meth:`Recovery.redirects`.
@@ -62,11 +71,11 @@ class _BoundCalls:
 
     __slots__ = (
         "begin", "block_tables", "commit", "commit_tokens", "has_states", "leading_zero", "most_requests",
-        "num_bonus_tokens", "redirects", "slot_mappings",
+        "num_bonus_tokens", "numbers", "redirects", "slot_mappings",
     )  # fmt: skip
 
     def __init__(self, window: Window, groups: Sequence[str], begin: Tensor, redirects: Redirects):
-        self.begin, self.redirects = begin, redirects
+        self.begin, self.numbers, self.redirects = begin, numbers_of(begin), redirects
         self.commit: Tensor | None = None
         self.commit_tokens: Tensor | None = None
         self.most_requests = window.num_requests
@@ -273,7 +282,7 @@ class DraftCommitManager(Stateful[Layer]):
         """Open a window: one kernel finds the drafts among the tokens and assigns their log rows.
 
         In mode ``"stage"`` another kernel fills the shadow pages. It also redirects the window's slot mappings and
-        block tables in place. Do not change or move them until the window is closed.
+        block tables in place. Do not change or move the window's tensors until the window is closed.
 
         Args:
             window: the tensors of this step; see :class:`nwor_ops.Window`. Mode ``"stage"`` **mutates**
@@ -335,7 +344,7 @@ class DraftCommitManager(Stateful[Layer]):
                 self._opening = True
                 self.recovery.open(window, redirects)
             elif redirects:
-                begin_bound(query_start_loc, counts, bound.begin, seq_lens, states)
+                begin_redirected_bound(query_start_loc, counts, bound.begin, seq_lens, states)
             else:
                 begin_bound(query_start_loc, counts, bound.begin)
             self._ending = ""
@@ -619,11 +628,9 @@ class DraftCommitManager(Stateful[Layer]):
                     )
                 else:
                     assert self._bound is not None
-                    of_stage = (window.query_start_loc, window.request_states) if self._redirects else ()
-                    self._determine_outcome(
-                        commit_tokens_bound, draft_token_ids, sampled_token_ids, handle, self._bound.begin,
-                        window.num_draft_tokens, *of_stage,
-                    )  # fmt: skip
+                    drafts = window.num_draft_tokens
+                    self._bound.numbers[1] = -1 if drafts is None else drafts
+                    self._determine_outcome(commit_tokens_bound, draft_token_ids, sampled_token_ids, handle)
             except Exception as error:
                 if raises_behind_launches(self.buffers.counters):
                     self._take_back_counts()  # no row was moved: the next commit determines the outcome again
@@ -646,7 +653,7 @@ class DraftCommitManager(Stateful[Layer]):
             and window.num_requests == bound.most_requests
             and not raises_behind_launches(self.buffers.counters)
         ):
-            outcome = bind("reject_rows", **self._outcome(draft_token_ids, sampled_token_ids))
+            outcome = bind("reject_rows", begun=bound.begin, **self._outcome(draft_token_ids, sampled_token_ids))
             bound.commit_tokens = self.recovery.bind_close_after(window, self._redirects, outcome)
         return bound.commit_tokens
 
@@ -682,14 +689,10 @@ class DraftCommitManager(Stateful[Layer]):
         ):  # fmt: skip
             self._outcome_known = None
             try:
-                if self._redirects:
-                    commit_bound(
-                        num_rejected, commit, bound.begin, drafts, window.query_start_loc, window.request_states
-                    )
-                elif self._graph_requests is None:
-                    commit_bound(num_rejected, commit, bound.begin, drafts)
-                else:
-                    commit_bound(num_rejected, commit, bound.begin, drafts, None, None, self._graph_requests)
+                bound.numbers[1] = -1 if drafts is None else drafts
+                if self._graph_requests is not None:
+                    bound.numbers[0] = self._graph_requests
+                commit_bound(num_rejected, commit)
             except Exception as error:
                 raise explained(
                     own_error(error), validation.tensors, "commit_rejected", num_rejected=num_rejected
@@ -707,7 +710,7 @@ class DraftCommitManager(Stateful[Layer]):
                 else:
                     # Bound calls serve as many requests as their first one had, and begin's must not serve more.
                     if bound is not None and bound.commit is None and window.num_requests == bound.most_requests:
-                        bound.commit = self.recovery.bind_close(window, self._redirects, num_rejected)
+                        bound.commit = self.recovery.bind_close(window, self._redirects, num_rejected, bound.begin)
                     self._determine_outcome(self.recovery.close_from_rejected, window, self._redirects, num_rejected)
                     first = 1
             except Exception as error:

@@ -84,8 +84,11 @@ class Recovery(Protocol):
     def bind_open(self, window: Window, redirects: Redirects, plan: Tensor) -> Tensor:
         """Bind the launches of :meth:`open` after the bound ``plan_window``, and return the handle of all."""
 
-    def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> Tensor:
-        """Bind the launches of :meth:`close`, of which the first also finds out which rows were rejected."""
+    def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor, begun: Tensor) -> Tensor:
+        """Bind the launches of :meth:`close`, of which the first also finds out which rows were rejected.
+
+        ``begun`` is what :meth:`bind_open` returned.
+        """
 
     def bind_close_after(self, window: Window, redirects: Redirects, outcome: Tensor) -> Tensor:
         """Bind the launches of :meth:`close` after the bound op that finds out which rows were rejected."""

@@ -260,8 +260,10 @@ class ShadowPages(BoundToMemory):
     def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
         ops.close_window_from_rejected(**self._close_from_rejected(window, redirects, num_rejected))
 
-    def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> Tensor:
-        bound = bind("close_window_from_rejected", **self._close_from_rejected(window, redirects, num_rejected))
+    def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor, begun: Tensor) -> Tensor:
+        bound = bind(
+            "close_window_from_rejected", begun=begun, **self._close_from_rejected(window, redirects, num_rejected)
+        )
         return self._bind_from(1, window, redirects, bound)
 
     def bind_close_after(self, window: Window, redirects: Redirects, outcome: Tensor) -> Tensor:

@@ -187,8 +187,8 @@ class UndoLog(BoundToMemory):
     def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
         ops.restore_slots_from_rejected(**self._restore_from_rejected(window, num_rejected))
 
-    def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> Tensor:
-        bound = bind("restore_slots_from_rejected", **self._restore_from_rejected(window, num_rejected))
+    def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor, begun: Tensor) -> Tensor:
+        bound = bind("restore_slots_from_rejected", begun=begun, **self._restore_from_rejected(window, num_rejected))
         return self._bind_from(1, window, bound)
 
     def bind_close_after(self, window: Window, redirects: Redirects, outcome: Tensor) -> Tensor:

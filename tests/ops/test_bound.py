@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import gc
 import weakref
 
@@ -10,6 +11,7 @@ import pytest
 import samples_accept
 import torch
 from samples import argument_names, sample_inputs, with_arguments
+from shadow_windows import Sequence, make_window
 from tensors import int32, int64
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -29,6 +31,13 @@ def begin_bound(*arguments):
 def commit_bound(*arguments):
     try:
         bound.commit_bound(*arguments)
+    except Exception as error:
+        raise bound.own_error(error) from None
+
+
+def begin_redirected_bound(*arguments):
+    try:
+        bound.begin_redirected_bound(*arguments)
     except Exception as error:
         raise bound.own_error(error) from None
 
@@ -56,7 +65,7 @@ def test_a_bound_plan(device):
         counters=counters,
         draft_start_loc=draft_start_loc,
     )
-    assert (handle.dtype, tuple(handle.shape), handle.device.type) == (torch.int64, (2,), "cpu")
+    assert (handle.dtype, tuple(handle.shape), handle.device.type) == (torch.int64, (4,), "cpu")
     assert log_rows.tolist() == [77] * 4  # nothing has run yet
     begin_bound(int32(0, 3).to(device), int32(2).to(device), handle)
     assert log_rows.tolist() == [-1, 0, 1, -1]
@@ -71,31 +80,48 @@ def named(op, arguments):
     return registry.OPS[op].arguments((), given)
 
 
-def begun(requests, device="cpu"):
-    """The handle of a begin with this number of requests, which have no drafts."""
+def begun(requests, device="cpu", query_start_loc=None, idx_mapping=None):
+    """The handle of a begin with this number of requests, which have no drafts.
+
+    With `query_start_loc`, open_window is bound too. The commit takes that tensor and `idx_mapping` from the handle.
+    """
     filled = samples_accept.plan((0,) * (requests + 1), (0,) * requests, tokens=1)
     given = named("plan_window", layouts.twin(filled, device))
     handle = bind("plan_window", **given)
-    begin_bound(given["query_start_loc"], given["cu_num_draft_tokens"], handle)
+    if query_start_loc is None:
+        begin_bound(given["query_start_loc"], given["cu_num_draft_tokens"], handle)
+        return handle
+    window = make_window(tuple(Sequence(1, state=state) for state in range(requests))).copy(device)
+    of_open = named("open_window", window.open_arguments()) | {"query_start_loc": given["query_start_loc"]}
+    of_open |= {"draft_start_loc": torch.zeros_like(given["query_start_loc"])}
+    if idx_mapping is None:
+        of_open["idx_mapping"] = None
+    handle = bind("open_window", handle, **of_open)
+    counts = given["cu_num_draft_tokens"]
+    begin_redirected_bound(query_start_loc, counts, handle, of_open["seq_lens"], idx_mapping)
     return handle
+
+
+def begun_for(given):
+    """The handle of a begin for the commit of a sample."""
+    window = {name: given[name] for name in ("query_start_loc", "idx_mapping") if "query_start_loc" in given}
+    return begun(given["draft_start_loc"].shape[0] - 1, given["draft_start_loc"].device, **window)
 
 
 def run_bound(op, arguments):
     """Bind a call, and run it with its own arguments of a step."""
     given = named(op, arguments)
-    handle = bind(op, **given)
     if op == "plan_window":
-        begin_bound(given["query_start_loc"], given["cu_num_draft_tokens"], handle)
+        begin_bound(given["query_start_loc"], given["cu_num_draft_tokens"], bind(op, **given))
         return
-    before = begun(given["draft_start_loc"].shape[0] - 1, given["draft_start_loc"].device)
+    before = begun_for(given)
+    handle = bind(op, begun=before, **given)
     if op == "reject_rows":
-        commit_tokens_bound(given["draft_token_ids"], given["sampled_token_ids"], handle, before)
+        commit_tokens_bound(given["draft_token_ids"], given["sampled_token_ids"], handle)
         return
-    commit_bound(given["num_rejected"], handle, before, given.get("num_rows"), *of_stage(given))
-
-
-def of_stage(given):
-    return [given[name] for name in ("query_start_loc", "idx_mapping") if "query_start_loc" in given]
+    if given.get("num_rows") is not None:
+        bound.numbers_of(before)[1] = given["num_rows"]
+    commit_bound(given["num_rejected"], handle)
 
 
 COMMITS = ("restore_slots_from_rejected", "close_window_from_rejected")
@@ -105,10 +131,10 @@ SAMPLES = [(op, index) for op in ("plan_window", "reject_rows", *COMMITS) for in
 @pytest.mark.parametrize(("op", "index"), SAMPLES)
 def test_same_bytes_as_the_op(device, op, index):
     arguments = sample_inputs(op, device)[index]
-    bound = layouts.twin(arguments)
+    twin = layouts.twin(arguments)
     getattr(ops, op)(*arguments)
-    run_bound(op, bound)
-    assert layouts.same_memory(arguments, bound)
+    run_bound(op, twin)
+    assert layouts.same_memory(arguments, twin)
 
 
 def test_calls_run_in_the_order_of_binding(device):
@@ -118,10 +144,9 @@ def test_calls_run_in_the_order_of_binding(device):
     twins = [layouts.twin(arguments) for _ in range(2)]
     for given in (named("restore_slots_from_rejected", one) for one in twins):
         rest = {name: given[name] for name in names}
-        before, counts = begun(given["draft_start_loc"].shape[0] - 1, device), given["num_rejected"]
         if given["caches"][0].data_ptr() == twins[0][0][0].data_ptr():
-            handle = bind("restore_slots", bind("restore_slots_from_rejected", **given), **rest)
-            commit_bound(counts, handle, before)
+            first = bind("restore_slots_from_rejected", begun=begun_for(given), **given)
+            commit_bound(given["num_rejected"], bind("restore_slots", first, **rest))
         else:
             ops.restore_slots_from_rejected(**given)
             ops.restore_slots(**rest)
@@ -129,19 +154,29 @@ def test_calls_run_in_the_order_of_binding(device):
 
 
 def test_the_number_of_requests_of_a_begin_in_a_graph(device):
-    """It is used in place of the number that the last call of begin had."""
+    """It is written in place of the number that the last call of begin had."""
     op = "restore_slots_from_rejected"
     arguments = sample_inputs(op, device)[1]
-    bound, given = layouts.twin(arguments), named(op, arguments)
+    twin, given = layouts.twin(arguments), named(op, arguments)
     requests = given["draft_start_loc"].shape[0] - 1
     getattr(ops, op)(*arguments)
-    handle, counts = bind(op, **named(op, bound)), named(op, bound)["num_rejected"]
-    commit_bound(counts, handle, begun(1, device), given.get("num_rows"), None, None, requests)
-    assert layouts.same_memory(arguments, bound)
+    before = begun(1, device)
+    handle, counts = bind(op, begun=before, **named(op, twin)), named(op, twin)["num_rejected"]
+    numbers = bound.numbers_of(before)
+    assert numbers.tolist() == [1, -1]
+    numbers[0] = requests
+    if given["num_rows"] is not None:
+        numbers[1] = given["num_rows"]
+    commit_bound(counts, handle)
+    assert layouts.same_memory(arguments, twin)
     for wrong in (-1, requests + 1):
+        numbers[0] = wrong
         with pytest.raises(ValueError, match=rf"num_requests must be from 0 to the {requests} of .*, got {wrong}"):
-            commit_bound(counts, handle, begun(1, device), given.get("num_rows"), None, None, wrong)
-    assert layouts.same_memory(arguments, bound)
+            commit_bound(counts, handle)
+    numbers[:] = memoryview(array.array("q", [requests, given["log"].shape[1] + 1]))
+    with pytest.raises(ValueError, match=r"^restore_slots_from_rejected: num_rows must be from 0 to the"):
+        commit_bound(counts, handle)
+    assert layouts.same_memory(arguments, twin)
 
 
 def bound_plan(**others):
@@ -169,7 +204,7 @@ def test_a_handle_keeps_its_tensors():
 
 def test_a_copy_of_a_handle_is_refused():
     handle, arguments = bound_plan()
-    for other in (handle.clone(), handle[:1], torch.zeros(2, dtype=torch.int64)):
+    for other in (handle.clone(), handle[:1], torch.zeros(4, dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"^_begin_bound: bound must be a handle that _bind has returned"):
             begin_bound(*arguments[:2], other)
     with pytest.raises(TypeError, match=r"^_begin_bound: bound must have dtype torch.int64"):
@@ -224,11 +259,26 @@ def test_a_listed_tensor_that_moved_is_refused(change):
 @pytest.mark.parametrize("op", COMMITS)
 def test_more_requests_than_the_bound_call_has(op):
     given = named(op, sample_inputs(op)[0])
-    handle, requests = bind(op, **given), given["draft_start_loc"].shape[0] - 1
+    requests = given["draft_start_loc"].shape[0] - 1
+    handle = bind(op, begun=begun(requests + 1), **given)
     with pytest.raises(ValueError, match=f"num_requests must be from 0 to the {requests} of the bound call"):
-        commit_bound(given["num_rejected"], handle, begun(requests + 1), None, *of_stage(given))
-    with pytest.raises(ValueError, match=r"^_commit_bound: begun must be a handle"):
-        commit_bound(given["num_rejected"], handle, handle.clone(), None, *of_stage(given))
+        commit_bound(given["num_rejected"], handle)
+
+
+@pytest.mark.parametrize("op", COMMITS)
+def test_a_commit_needs_the_handle_of_its_begin(op):
+    given = named(op, sample_inputs(op)[0])
+    with pytest.raises(ValueError, match=r"^_commit_bound: bound must be a handle that was bound with begun"):
+        commit_bound(given["num_rejected"], bind(op, **given))
+    with pytest.raises(ValueError, match=rf"^{op}: begun must be a handle"):
+        bind(op, begun=begun(1).clone(), **given)
+
+
+def test_a_commit_of_a_window_that_has_no_states():
+    given = named("close_window_from_rejected", sample_inputs("close_window_from_rejected")[0])
+    before = begun_for(given | {"idx_mapping": None})
+    with pytest.raises(ValueError, match=r"^close_window_from_rejected: idx_mapping must be given exactly if"):
+        commit_bound(given["num_rejected"], bind("close_window_from_rejected", begun=before, **given))
 
 
 WRONG_TOKENS = {
@@ -244,12 +294,12 @@ WRONG_TOKENS = {
 def test_tokens_that_are_refused_write_nothing(case):
     name, wrong, error, sentence = WRONG_TOKENS[case]
     given = named("reject_rows", sample_inputs("reject_rows")[0])
-    handle, before = bind("reject_rows", **given), begun(given["draft_start_loc"].shape[0] - 1)
+    handle = bind("reject_rows", begun=begun_for(given), **given)
     tokens = {name: given[name] for name in ("draft_token_ids", "sampled_token_ids")}
     tokens[name] = given["num_accepted"] if wrong is None else wrong(tokens[name])
     untouched = layouts.twin(list(given.values()))
     with pytest.raises(error, match=f"^reject_rows: .*{sentence}"):
-        commit_tokens_bound(*tokens.values(), handle, before)
+        commit_tokens_bound(*tokens.values(), handle)
     assert layouts.same_memory(list(given.values()), untouched)
 
 

@@ -91,22 +91,23 @@ def test_one_call_for_each_end(mode, end):
     """The second window with the same tensors binds. Each later one makes two calls."""
     begin, commit = UNBOUND[mode, "begin"], UNBOUND[mode, end]
     bound = "_commit_tokens_bound" if end == "commit" else "_commit_bound"
+    begun = "_begin_redirected_bound" if mode == "stage" else "_begin_bound"
     engine = Engine(TWO_KINDS, mode, binds=True)
     assert calls_of(engine, STEPS[1], end) == (begin, commit)
     binding = [f"_bind_{name}" for name in begin], [f"_bind_{name}" for name in commit]
     first = [bound] if end == "commit" else commit
-    assert calls_of(engine, STEPS[2], end) == ([*binding[0], "_begin_bound"], [*binding[1], *first])
+    assert calls_of(engine, STEPS[2], end) == ([*binding[0], begun], [*binding[1], *first])
     for requests in STEPS[1:]:
-        assert calls_of(engine, requests, end) == (["_begin_bound"], [bound])
+        assert calls_of(engine, requests, end) == ([begun], [bound])
 
 
 def test_a_bound_commit_looks_at_the_log_rows_of_its_window_only(monkeypatch):
     engine, _ = bound_engine("cow")
     numbers = []
 
-    def commit_bound(num_rejected, commit, begun, num_rows):
-        numbers.append(num_rows)
-        return original(num_rejected, commit, begun, num_rows)
+    def commit_bound(num_rejected, commit):
+        numbers.append(engine.manager._bound.numbers[1])
+        return original(num_rejected, commit)
 
     original = nwor_ops.transaction.manager.commit_bound
     monkeypatch.setattr(nwor_ops.transaction.manager, "commit_bound", commit_bound)
