@@ -12,11 +12,11 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FLOORS = r"(?:csrc/(?:cpu/|cuda/)?|meta/|nwor_ops/ops/|nwor_ops/testing/oracle/|tests/support/samples_)"
+LEVELS = r"(?:csrc/(?:cpu/|cuda/)?|meta/|nwor_ops/ops/|nwor_ops/testing/oracle/|tests/support/samples_)"
 # Sources of one area and its tests, or the quick ones among them, relative to tests/. A family has the same name on
 # every level, followed by an underscore if it has several files on one level. Every matching rule counts.
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (FLOORS + r"(undo|accept|shadow|staging|drafter|recurrent)(?:_\w+)?\.\w+", (r"ops/test_\1.py",)),
+    (LEVELS + r"(undo|accept|shadow|staging|drafter|recurrent)(?:_\w+)?\.\w+", (r"ops/test_\1.py",)),
     (r"tests/support/shadow_windows\.py", ("ops/test_shadow.py",)),
     (r"(?:csrc|meta|nwor_ops/ops)/.*", ("ops/test_schema.py", "ops/test_plane_table.py")),
     (
