@@ -69,7 +69,7 @@ from results import FOLDER, Row, circumstances, ratios, read, row, show, this_ma
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all
 
 NAME = "gpu_hybrid"
-GIB = 1 << 30
+GIB, CACHE_GIB = 1 << 30, 36
 OURS = "recurrent"
 REQUESTS = (1, 16, 64, 128, 384)
 # Targets of two ratios: output tok/s over the best vanilla, and running requests over vLLM's defaults.
@@ -116,10 +116,7 @@ VARIANTS = {
     "triton": Variant({"gdn_prefill_backend": "triton"}),
     "bfloat16": Variant({"mamba_ssm_cache_dtype": "bfloat16"}),
     **{f"drafts_{drafts}": Variant(drafts=drafts) for drafts in (0, 1, 2)},
-    **{
-        f"ring_{rows}": Variant({"additional_config": {"nwor": {"recurrent": True, "ring_rows": rows}}})
-        for rows in (4, 6, 8, 12)
-    },
+    **{f"ring_{rows}": Variant({"additional_config": {"nwor": {"ring_rows": rows}}}) for rows in (4, 6, 8, 12)},
     "chunk": Variant({"additional_config": {"nwor": {"recurrent": "chunk"}}}),
 }
 # A run without --vanilla takes these: the defaults first, then what a user may find faster.
@@ -144,9 +141,10 @@ def variant_of(name: str) -> Variant:
     return Variant(engine, drafts)
 
 
-def job_of(folder: pathlib.Path, variant: Variant, options: argparse.Namespace) -> dict[str, Any]:
+def job_of(
+    folder: pathlib.Path, variant: Variant, small: bool, block_size: int | None = None, cache_gib: int = CACHE_GIB
+) -> dict[str, Any]:
     """Return the job of either side; the environment says which side it is."""
-    small = options.small
     if small:  # vLLM's CPU engine, to try the script: neither side has recurrent layers
         model = write_shape(folder / "target", LLAMA_8B | SMALL)
         drafter = write_shape(folder / "drafter", LLAMA_8B | SMALL | {"num_hidden_layers": 1})
@@ -165,12 +163,12 @@ def job_of(folder: pathlib.Path, variant: Variant, options: argparse.Namespace) 
         "disable_log_stats": False,
         "max_num_batched_tokens": 8192,
         # No memory profiling: two engines share the GPU, with caches of one size.
-        "kv_cache_memory_bytes": options.cache_gib * GIB,
+        "kv_cache_memory_bytes": cache_gib * GIB,
         "gpu_memory_utilization": 0.2,
         **variant.engine,
     }
-    if options.block_size is not None:
-        engine["block_size"] = options.block_size
+    if block_size is not None:
+        engine["block_size"] = block_size
     if variant.drafts:
         engine["speculative_config"] = {
             "method": "mtp",
@@ -189,7 +187,7 @@ def job_of(folder: pathlib.Path, variant: Variant, options: argparse.Namespace) 
 
 def launch(side: str, job: dict[str, Any], folder: pathlib.Path, cache: pathlib.Path, small: bool) -> EngineProcess:
     environment = {} if small else {"VLLM_USE_FLASHINFER_SAMPLER": "1"}  # as by default
-    if side == OURS and not small and "additional_config" not in job["engine"]:
+    if side == OURS and not small and "recurrent" not in job["engine"].get("additional_config", {}).get("nwor", {}):
         environment["VLLM_NWOR_RECURRENT"] = "1"
     return launch_engine(side.replace("+", "_"), job, folder, cache, "v2", environment)
 
@@ -363,7 +361,7 @@ def parse_arguments() -> argparse.Namespace:
         "--held", action=argparse.BooleanOptionalAction, default=True, help="count the requests in a full cache"
     )
     parser.add_argument("--block-size", type=int, help="of both sides; else each engine chooses")
-    parser.add_argument("--cache-gib", type=int, default=36, help="of each side; 12 fits on an H100")
+    parser.add_argument("--cache-gib", type=int, default=CACHE_GIB, help="of each side; 12 fits on an H100")
     parser.add_argument("--resume", action="store_true", help="leave out what the results have already")
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
     parser.add_argument("--logs", type=pathlib.Path, help="where logs and answers go")
@@ -401,7 +399,7 @@ def main() -> int:
             print(f"-- {time.monotonic() - began:.0f} s", flush=True)
 
         def start(side: str, name: str) -> EngineProcess:
-            job = job_of(folder, variant_of(name), options)
+            job = job_of(folder, variant_of(name), options.small, options.block_size, options.cache_gib)
             return launch(side, job, folder, cache, options.small)
 
         engines: dict[str, EngineProcess] = {}
