@@ -101,7 +101,7 @@ class Model(nn.Module):
         return self.logits(self.norm(x))
 
     def parallel(self, number: int, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Compute all tokens of a text at once, from a state of zeros: ``[B, T, heads, dv]``.
+        """Compute all tokens of a text in parallel, from a state of zeros: ``[B, T, heads, dv]``.
 
         The updates u of the recurrence solve ``u + beta lower(k k^T decay) u = beta v``.
         """

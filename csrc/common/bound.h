@@ -16,7 +16,7 @@
 
 namespace nwor {
 
-// What a commit needs to know about the window of its begin. The first two are in the memory of a handle,
+// The window of a begin, as its commit needs it. The first two are in the memory of a handle,
 // where Python writes them: an int argument costs the host more than a tensor.
 struct Begun {
     int64_t num_requests = 0;
