@@ -22,8 +22,8 @@ Each draft is accepted with the probability that gives 2.5 tokens a step at K = 
 
 With ``--ours drafts_0`` our engine does not speculate either. Its rows go to a separate file
 (``gpu_hybrid_without_drafts.jsonl``), and the vanilla engines are ``drafts_0`` and ``bfloat16+drafts_0`` by default.
-So do those of an engine with a ring, as ``--ours drafts_0+ring_6`` (``gpu_hybrid_without_drafts_ring.jsonl``), and with
-chunks, as ``--ours chunk+no_prefix`` (``gpu_hybrid_chunk.jsonl``).
+So do those of an engine with a ring, as ``--ours drafts_0+ring_6`` (``gpu_hybrid_without_drafts_ring.jsonl``), with
+chunks, as ``--ours chunk+no_prefix`` (``gpu_hybrid_chunk.jsonl``), and with bfloat16 states.
 
 Rows, of which each is written when it is measured:
 
@@ -333,8 +333,8 @@ def best_figures(known: dict[str, dict[str, Any]], targets: dict[int, float]) ->
 def results_of(ours: str) -> str:
     """Name of the results of our engine with this variant."""
     drafts = "" if variant_of(ours).drafts else "_without_drafts"
-    form = next((f"_{form}" for form in ("ring", "chunk") if form in ours), "")
-    return f"{NAME}{drafts}{form}"
+    forms = (f"_{form}" for form in ("bfloat16", "ring", "chunk") if form in ours)
+    return f"{NAME}{drafts}{''.join(forms)}"
 
 
 def known_rows(folder: pathlib.Path, results: str) -> dict[str, dict[str, Any]]:

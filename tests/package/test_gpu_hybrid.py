@@ -27,7 +27,7 @@ def test_variants_are_joined(tmp_path: pathlib.Path) -> None:
     assert "speculative_config" not in none
     with pytest.raises(ValueError, match="'nonsense' is not a variant; there are default"):
         gpu_hybrid.variant_of("default+nonsense")
-    assert gpu_hybrid.results_of("bfloat16+drafts_1") == "gpu_hybrid"
+    assert gpu_hybrid.results_of("bfloat16+drafts_1") == "gpu_hybrid_bfloat16"
     assert gpu_hybrid.results_of("drafts_1+ring_6") == "gpu_hybrid_ring"
     assert gpu_hybrid.results_of("ring_6+drafts_0") == "gpu_hybrid_without_drafts_ring"
     ring = gpu_hybrid.job_of(tmp_path, gpu_hybrid.variant_of("drafts_0+ring_6"), small=False)["engine"]
