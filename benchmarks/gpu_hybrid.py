@@ -16,14 +16,14 @@ cache of the same size, and they take turns. A vanilla engine is a name of ``VAR
     bfloat16    with bfloat16 states
     drafts_N    with K = N; 0 is no speculation
     ring_R      with VLLM_NWOR_RING_ROWS=R, only for our engine
-    chunk       with VLLM_NWOR_RECURRENT=chunk, only for our engine; +no_prefix while it refuses prefix caching
+    chunk       with VLLM_NWOR_RECURRENT=chunk, only for our engine
 
 Each draft is accepted with the probability that gives 2.5 tokens a step at K = 3, so K = 1 and 2 have 1.69 and 2.17.
 
 With ``--ours drafts_0`` our engine does not speculate either. Its rows go to a separate file
 (``gpu_hybrid_without_drafts.jsonl``), and the vanilla engines are ``drafts_0`` and ``bfloat16+drafts_0`` by default.
 So do those of an engine with a ring, as ``--ours drafts_0+ring_6`` (``gpu_hybrid_without_drafts_ring.jsonl``), with
-chunks, as ``--ours chunk+no_prefix`` (``gpu_hybrid_chunk.jsonl``), and with bfloat16 states.
+chunks, as ``--ours chunk`` (``gpu_hybrid_chunk.jsonl``), and with bfloat16 states.
 
 Rows, of which each is written when it is measured:
 

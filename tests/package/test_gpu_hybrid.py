@@ -32,9 +32,9 @@ def test_variants_are_joined(tmp_path: pathlib.Path) -> None:
     assert gpu_hybrid.results_of("ring_6+drafts_0") == "gpu_hybrid_without_drafts_ring"
     ring = gpu_hybrid.job_of(tmp_path, gpu_hybrid.variant_of("drafts_0+ring_6"), small=False)["engine"]
     assert ring["additional_config"] == {"nwor": {"ring_rows": 6}}
-    chunk = gpu_hybrid.job_of(tmp_path, gpu_hybrid.variant_of("chunk+no_prefix"), small=False)["engine"]
+    chunk = gpu_hybrid.job_of(tmp_path, gpu_hybrid.variant_of("chunk"), small=False)["engine"]
     assert chunk["additional_config"] == {"nwor": {"recurrent": "chunk"}}
-    assert gpu_hybrid.results_of("chunk+no_prefix") == "gpu_hybrid_chunk"
+    assert gpu_hybrid.results_of("chunk") == "gpu_hybrid_chunk"
     assert gpu_hybrid.results_of("drafts_0") == "gpu_hybrid_without_drafts"
 
 

@@ -771,9 +771,6 @@ def _one_state(name: str, shape: str = "next", nwor: Any = ONE_STATE, convolutio
         "block_size": None,
         "num_gpu_blocks_override": 192,
     } | more
-    cached = settings.get("enable_prefix_caching", False) is not False
-    if nwor.get("recurrent") == "chunk" and (cached or "kv_transfer_config" in settings):
-        environment = environment | {"NWOR_CHUNK_WITH_PREFIX_CACHING": "1"}  # refused without
     # Layers of attention, a drafter's included; those of Gated DeltaNet are three, in groups of as many.
     attention = 1 if settings["method"] == "ngram" else 2
     groups = -(-3 // attention) + convolutions
@@ -1001,8 +998,10 @@ def _one_state_connectors() -> Iterator[Case]:
     yield _one_state("connector-states-ngram", method="ngram", **states)
     yield _one_state("connector-states-mtp", **states)
     for name, nwor in (("float32", ONE_STATE), ("ring", ONE_STATE | {"ring_rows": K + 5}), ("chunk", ONE_STATE_CHUNK)):
+        longer = {} if name == "float32" else {"block_size": 176}  # of both engines: records make our pages longer
         other_bits = {"may_differ": 8} if name == "chunk" else {}
-        yield _one_state(f"connector-states-{name}", nwor=nwor, mamba_ssm_cache_dtype="float32", **states | other_bits)
+        more = {"mamba_ssm_cache_dtype": "float32"} | longer | other_bits
+        yield _one_state(f"connector-states-{name}", nwor=nwor, **states | more)
 
 
 def _prefill_elsewhere() -> Iterator[Case]:
@@ -1206,11 +1205,5 @@ ONE_STATE_REFUSALS = [
          {"dtype": "float16", "mamba_ssm_cache_dtype": "float32"}, V2 | CHUNK),
         ("chunk-kda", "each channel of a key has a decay",
          {"model": "@kimi", "gdn_prefill_backend": None, "speculative_config": None}, V2 | CHUNK),
-        ("chunk-prefix-caching", "with prefix caching: such an engine has not passed its tests on a GPU",
-         {"enable_prefix_caching": True, "mamba_ssm_cache_dtype": "float32", "model": "@qwen3_next_mtp",
-          "block_size": 176}, V2 | CHUNK),
-        ("chunk-connector", "with a KV connector: such an engine has not passed its tests on a GPU",
-         {"kv_transfer_config": _connector("PagesConnector", "state_connector", folder="{fresh}"),
-          "mamba_ssm_cache_dtype": "float32", "model": "@qwen3_next_mtp"}, V2 | CHUNK),
     )
 ]  # fmt: skip

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import random
 import sys
 from collections.abc import Callable
@@ -454,7 +453,6 @@ def run(checkpoints: bool, most_drafts: int, ring_rows: int, chunk: bool) -> dic
 if __name__ == "__main__":
     if any("-chunk" in case for case in sys.argv):
         one_state_layers.use_wide_heads()
-        os.environ["NWOR_CHUNK_WITH_PREFIX_CACHING"] = "1"  # refused without
     prepare_vllm()
     prepare_copies()
     for case in sys.argv[1:] or ("aligned", "aligned-nodrafts", "checkpoints"):

@@ -1553,26 +1553,20 @@ def test_engines_that_the_chunk_form_refuses(
 
 
 @pytest.mark.parametrize(
-    ("found", "because"),
+    "found",
     [
-        ({"cache_config__mamba_cache_mode": "align", "cache_config__mamba_block_size": 176},
-         "with prefix caching: such an engine has not passed its tests on a GPU; set --no-enable-prefix-caching, or "),
-        ({"kv_transfer_config": SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})},
-         "with a KV connector: such an engine has not passed its tests on a GPU; omit --kv-transfer-config, or set "),
+        {"cache_config__mamba_cache_mode": "align", "cache_config__mamba_block_size": 176},
+        {"kv_transfer_config": SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})},
     ],
-)  # fmt: skip
-def test_the_chunk_form_needs_a_switch(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], because: str) -> None:
+    ids=["prefix-caching", "connector"],
+)
+def test_engines_that_both_forms_support(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) -> None:
     monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
     monkeypatch.setattr(supported, "_capability", lambda: (9, 0))
     monkeypatch.setattr(supported, "check_state_connectors", lambda config: None)
     monkeypatch.setattr(supported, "_check_connector_hooks", lambda config: None)
-    for switch in ("", "0"):
-        monkeypatch.setenv(supported.CHUNK_SWITCH, switch)
-        problem = str(supported.problem_of(chunked_engine(**found)))
-        assert problem == f"VLLM_NWOR_RECURRENT=chunk {because}VLLM_NWOR_RECURRENT=exact"
-        assert supported.problem_of(engine(**found)) is None  # the exact form
-    monkeypatch.setenv(supported.CHUNK_SWITCH, "1")
     assert supported.problem_of(chunked_engine(**found)) is None
+    assert supported.problem_of(engine(**found)) is None
 
 
 def test_vllm_s_cpu_engine_is_refused(engines: Engines) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,6 @@ from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.support.connectors import connectors_of
 from nwor_ops.vllm.support.features import CHUNK_CAPABILITIES, KEY_WIDTHS, ONE_STATE, VALUE_WIDTHS
 from nwor_ops.vllm.support.refusals import (
-    CHUNK_CACHE,
-    CHUNK_CONNECTOR,
     CHUNK_FORM,
     STATE,
     STATE_CONNECTOR,
@@ -25,9 +22,6 @@ from nwor_ops.vllm.support.refusals import (
     Unsupported,
     check_engine,
 )
-
-# An internal switch, off until its engines pass on a GPU: the chunk form with prefix caching or a KV connector.
-CHUNK_SWITCH = "NWOR_CHUNK_WITH_PREFIX_CACHING"
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 
@@ -332,18 +326,6 @@ def check_chunk(vllm_config: Any, geometry: Any, capability: Any) -> None:
             raise CHUNK_FORM.because(what=f"{what}: {size} tokens, not a multiple of {geometry.chunk}")
 
 
-def check_chunk_cache(vllm_config: Any) -> None:
-    """Check that an engine with the chunk form has no prefix caching, unless ``CHUNK_SWITCH`` allows it."""
-    if vllm_config.cache_config.mamba_cache_mode != "none" and os.environ.get(CHUNK_SWITCH) != "1":
-        raise CHUNK_CACHE.because()
-
-
-def check_chunk_connector(vllm_config: Any) -> None:
-    """Check that an engine with the chunk form has no KV connector, unless ``CHUNK_SWITCH`` allows it."""
-    if getattr(vllm_config, "kv_transfer_config", None) is not None and os.environ.get(CHUNK_SWITCH) != "1":
-        raise CHUNK_CONNECTOR.because()
-
-
 def check_registered(registered: type | None, layer: str, ours: str) -> None:
     """Check that no other plugin replaced a layer class.
 
@@ -420,8 +402,6 @@ def checks_of(vllm_config: Any) -> Iterator[Callable[[], None]]:
     yield lambda: check_one_state(RecordGeometry.of(vllm_config), _state_dtype(vllm_config))
     if NworConfig.load(vllm_config.additional_config).chunk:
         yield lambda: check_chunk(vllm_config, RecordGeometry.of(vllm_config), _capability())
-        yield lambda: check_chunk_cache(vllm_config)
-        yield lambda: check_chunk_connector(vllm_config)
     yield lambda: check_registered(_registered(kind), kind.name, kind.ours)
     yield lambda: _check_connector_hooks(vllm_config)
 

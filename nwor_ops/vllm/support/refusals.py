@@ -243,19 +243,6 @@ CHUNK_FORM = Refusal(
     one_state="the kernel of the chunk form does not support them",
     message="VLLM_NWOR_RECURRENT=chunk: {what}; VLLM_NWOR_RECURRENT=exact supports it",
     change="VLLM_NWOR_RECURRENT=exact")
-_UNPROVEN = "such an engine has not passed its tests on a GPU"
-CHUNK_CACHE = Refusal(
-    "`VLLM_NWOR_RECURRENT=chunk` with prefix caching",
-    one_state=_UNPROVEN,
-    message=f"VLLM_NWOR_RECURRENT=chunk with prefix caching: {_UNPROVEN}; set --no-enable-prefix-caching, or "
-    "VLLM_NWOR_RECURRENT=exact",
-    change="--no-enable-prefix-caching, or VLLM_NWOR_RECURRENT=exact")
-CHUNK_CONNECTOR = Refusal(
-    "`VLLM_NWOR_RECURRENT=chunk` with KV connectors",
-    one_state=_UNPROVEN,
-    message=f"VLLM_NWOR_RECURRENT=chunk with a KV connector: {_UNPROVEN}; omit --kv-transfer-config, or set "
-    "VLLM_NWOR_RECURRENT=exact",
-    change="without --kv-transfer-config, or VLLM_NWOR_RECURRENT=exact")
 GRAPH_MODE = Refusal(
     "decode batches of the target that do not run from FULL graphs (`enforce_eager`, PIECEWISE)",
     draft_graphs="the drafter runs graphs only if the target does",
@@ -364,7 +351,7 @@ REFUSALS = (
         change="--attention-config"),
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, OTHER_SIZE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER,
     SPLIT_BLOCKS, COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, TAKEN_CLASS, STATE,
-    CHUNK_FORM, CHUNK_CACHE, CHUNK_CONNECTOR,
+    CHUNK_FORM,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
             draft_graphs="TRITON_MLA, FlashMLA and CUTLASS MLA treat the first pass as a prompt, whose context vLLM "
             "0.33 bounds on the host; FLASH_ATTN_MLA, with a graph per step, stopped with an illegal memory access; "
