@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import selectors
 import subprocess
 import sys
@@ -21,6 +22,7 @@ PATIENCE_SECONDS = 900.0
 CLOSING_SECONDS = 20.0
 TAIL_LINES = 25
 LONGEST_SENTENCE = 400
+_RAISED = re.compile(r"\bERROR\b.*?\] ((?:\w+\.)*\w*(?:Error|Exception|Unsupported|Interrupt): .*)")
 # Make tensor parallelism reduce by NCCL only (with disable_custom_all_reduce). vLLM's other methods use NVLink
 # multicast, which some machines do not permit.
 NCCL_ALONE = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
@@ -171,8 +173,17 @@ class EngineProcess:
     def _fail(self, what: str, said: str | None = None) -> NoReturn:
         lines = self.log.read_text(errors="replace").splitlines()
         tail = "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
-        what = f"the engine {self.name!r} {what}" + (f": {said}" if said else "")
+        what = f"the engine {self.name!r} {what}" + (f": {said}" if said else "") + _cause(lines)
         raise EngineFailed(f"{what}; the end of {self.log}:\n{tail}", f"{what} (log: {self.log})" if said else None)
+
+
+def _cause(lines: Sequence[str]) -> str:
+    """Return the first error that vLLM's engine core logged. It is a process of its own, and its parent does not repeat
+    the error."""
+    for line in lines:
+        if line.startswith("(EngineCore") and (found := _RAISED.search(line)):
+            return f"; the engine core raised {textwrap.shorten(found[1], LONGEST_SENTENCE, placeholder=' ...')}"
+    return ""
 
 
 def close_all(engines: Iterable[EngineProcess]) -> None:
