@@ -574,7 +574,11 @@ def failed_start(tmp_path: Path, program: str) -> EngineFailed:
 
 def test_the_error_of_vllm_s_engine_core_is_shown(tmp_path):
     core = "(EngineCore pid=7) ERROR 11-26 03:50:31 [core.py:99]"
-    log = [f"{core} Traceback (most recent call last):", f"{core} torch.OutOfMemoryError: no memory", "RuntimeError: see"]
+    log = [
+        f"{core} Traceback (most recent call last):",
+        f"{core} torch.OutOfMemoryError: no memory",
+        "RuntimeError: see",
+    ]
     program = f"import sys\nprint(*{[*log, *['later'] * 40]!r}, sep='\\n', file=sys.stderr)"
     message = str(failed_start(tmp_path, program))
     assert "ended with exit code 0; the engine core raised torch.OutOfMemoryError: no memory; the end of " in message
