@@ -453,11 +453,16 @@ class DraftCommitManager(Stateful[Layer]):
                 if slot_mappings.get(group) is not mapping:
                     bound = None
                     break
+        if bound is not None and bound.block_tables:
+            tables: Any = window.block_tables
+            for group, table in bound.block_tables:
+                if tables is None or tables.get(group) is not table:
+                    bound = None
+                    break
         if (
             bound is None or num_requests > bound.most_requests
             or (drafts is not None and not 0 <= drafts <= self.max_draft_tokens)
-            or (bound.block_tables and not (bound.request_states is window.request_states
-                                            and bound.have_tables(window.block_tables, window.request_states)))
+            or (bound.block_tables and bound.request_states is not window.request_states)
         ):  # fmt: skip
             try:
                 slots = self._slot_mappings(window)
