@@ -538,10 +538,10 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
 
     Weights, caches, compiled code and drafter stay, so the two sides differ only by NWOR. Only FULL graphs contain a
     writer or a begin. If one was patched, the first call captures them again for both sides in turn, `captures` times;
-    no request may run then. `capture` selects the capture to use from now on. The comparison of counters in the scheduler
-    stops too, since it is in this process. Three things remain if NWOR is off. A thread reads the counters twice a
-    second and may fetch them. A call around the scheduler's update notes how many tokens each request got. In mode
-    ``stage`` the cache lacks the shadow pages.
+    no request may run then. `capture` selects the capture to use from now on. The comparison of counters in the
+    scheduler stops too, since it is in this process. Three things remain if NWOR is off. A thread reads the counters
+    twice a second and may fetch them. A call around the scheduler's update notes how many tokens each request got. In
+    mode ``stage`` the cache lacks the shadow pages.
     """
     from nwor_ops.vllm.metrics.agreement import SchedulerWatch as watch
 
