@@ -28,6 +28,8 @@ from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction import graph_begin
 from nwor_ops.vllm.transaction import session as session_module
+from nwor_ops.vllm.transaction.audit.shadow import StageAudit
+from nwor_ops.vllm.transaction.audit.undo import AuditError
 from nwor_ops.vllm.transaction.graph_begin import GraphBegin
 from nwor_ops.vllm.transaction.layers import back_ends
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
@@ -125,9 +127,9 @@ class Runner:
         )  # fmt: skip
         self.attn_groups = [[SimpleNamespace(kernel_block_size=None, metadata_builders=[Builder.__new__(Builder)])]]
         self.order = STATES
-        layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), self.write, fused=True)
+        self.layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), self.write, fused=True)
         self.session = Session(
-            NworConfig.load({"nwor": {"mode": mode, "on_error": on_error}}, {}), [layer], {"0": self.slots[0]},
+            NworConfig.load({"nwor": {"mode": mode, "on_error": on_error}}, {}), [self.layer], {"0": self.slots[0]},
             max_num_requests=REQUESTS, max_draft_tokens=REQUESTS * DRAFTS, max_drafts_per_request=DRAFTS,
             shadow_blocks=ShadowBlocks(BLOCKS, (0,), 8, 4) if mode == "stage" else None,
             logger=logging.getLogger("nwor"),
@@ -691,6 +693,25 @@ def test_the_known_builders_are_vllms() -> None:
         spec = find_spec(module)  # some of them can be imported only on a GPU
         assert spec is not None
         assert f"class {builder}(" in Path(str(spec.origin)).read_text()
+
+
+def test_audited_steps(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The audit finds every draft in a shadow page, and the committed rows next to it, after the replay."""
+    runner, desc = captured(graphs, "stage")
+    audit = StageAudit([runner.layer], TOKENS, {"0": range(BLOCKS // 2, BLOCKS)})
+    runner.session.subscribe(audit)
+    for requests, other in (
+        (DECODE, desc), (DECODE, descriptor("NONE")), (UNEVEN, desc), (MIXED, desc), (PLAIN, desc), (DECODE, desc),
+    ):  # fmt: skip
+        runner.step(requests, other)
+        assert runner.rows() == kept(requests)
+    assert runner.session.begun_in_graph == 3
+    summary = audit.summary()
+    assert (summary["steps"], summary["exposed_rows"], summary["stale_rows"]) == (5, 0, 0)
+    assert summary["tail_rows"] > 0 < summary["committed_rows"]
+    monkeypatch.setattr(CapturedGraph, "replay", lambda graph: None)
+    with pytest.raises(AuditError, match="the slots of these tokens must be in blocks 8 to 15"):
+        runner.step(DECODE, desc)
 
 
 def test_metadata_that_are_made_of_tables(graphs: Any) -> None:
