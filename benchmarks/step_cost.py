@@ -11,8 +11,8 @@ for 16 requests with 4 drafts, in both modes, for one and two groups of layers. 
 before each call, as an engine does between two steps. The zeroed tensor has gaps, so that a CPU takes the same way
 through torch as a GPU. A CPU launches nothing, but runs the kernels.
 
-`begin_in_graph_over_zero` is the host's time to open a window that a CUDA graph begins, and to compare the flag. It is
-for mode `cow`. The plan of the graph runs outside of the measured time.
+`begin_in_graph_over_zero` is the host's time to open a window that a CUDA graph begins, and to compare the flag, and in
+mode `stage` the states of the batch. What the graph launches runs outside of the measured time.
 
 They go to a separate file, ``host_cost``. With a GPU, only they are measured.
 """
@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from results import Row, alternating, asked_folder, ratios, row, save, this_machine
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nwor_ops import DraftCommitManager, LayerCache, Window, num_shadow_blocks, ops, write_kv
+from nwor_ops import DraftCommitManager, LayerCache, Window, num_shadow_blocks, write_kv
 from nwor_ops.vllm.transaction.layers.cpu_pages import strided_pages
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 32, 8, 64, 32, 32
@@ -50,6 +51,24 @@ class CountLaunches(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         self.count += func.namespace == "nwor"
         return func(*args, **(kwargs or {}))
+
+
+class Recorded(TorchDispatchMode):
+    """Record the calls of our ops without running them, as the capture of a CUDA graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace != "nwor":
+            return func(*args, **(kwargs or {}))
+        self.calls.append(partial(func, *args, **(kwargs or {})))
+        return None
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
 
 
 def make_layer(packed: bool) -> LayerCache:
@@ -159,24 +178,26 @@ class EngineStep:
         }
 
     def graph_calls(self) -> dict[str, Callable[[], object]]:
-        """Return the calls of a step whose begin is in a graph. `plan` stands for the graph."""
-        manager, enabled = self.manager, torch.ones(1, dtype=torch.bool, device=self.num_rejected.device)
-        plan = (self.window.query_start_loc, list(self.window.slot_mappings.values()))
-        buffers, is_enabled = manager.buffers, True
-        outputs = (
-            buffers.log_rows, buffers.row_slots, buffers.row_requests, buffers.row_positions, buffers.counters,
-            buffers.draft_start_loc,
-        )  # fmt: skip
+        """Return the calls of a step whose begin is in a graph. `graph` stands for the graph."""
+        manager, window, is_enabled = self.manager, self.window, True
+        enabled = torch.ones(1, dtype=torch.bool, device=self.num_rejected.device)
+        is_stage, of_batch = manager.mode == "stage", torch.arange(ENGINE_REQUESTS).numpy()
+        states = of_batch.tobytes()
+        of_stage = (window.seq_lens, window.block_tables, window.request_states) if is_stage else ()
+        with Recorded() as graph:
+            manager.plan_in_graph(window.query_start_loc, window.slot_mappings, enabled, *of_stage)
 
         def begin() -> None:
-            manager.begin_in_graph(self.window, ENGINE_REQUESTS)
+            if is_stage and of_batch.tobytes() != states:
+                raise AssertionError("the batch is always the same")
+            manager.begin_in_graph(window, ENGINE_REQUESTS)
             if not is_enabled:
                 enabled.fill_(True)
 
         return {
             "zero": self.zeroed.zero_,
             "begin_in_graph": begin,
-            "plan": lambda: ops.plan_decode_window(*plan, *outputs, enabled),
+            "graph": graph.replay,
             "commit_after_graph": lambda: manager.commit_rejected(self.num_rejected),
         }
 
@@ -205,15 +226,14 @@ def engine_figures(device: str) -> list[Row]:
         with torch.inference_mode():
             samples = in_turn(calls, COLD_CALLS if cold else WARM_CALLS, cold, device)
         case = f"{mode}/{groups}_group{'s' if groups > 1 else ''}/{'cold' if cold else 'warm'}"
-        if mode == "cow":
-            with torch.inference_mode():
-                in_graph = in_turn(
-                    EngineStep(mode, groups, device).graph_calls(), COLD_CALLS if cold else WARM_CALLS, cold, device
-                )
-            rows += [
-                row(f"{end}_over_zero/{case}", ratios(in_graph, end, "zero"), "ratio", "lower", MOST_OF_ZERO)
-                for end in ("begin_in_graph", "commit_after_graph")
-            ]
+        with torch.inference_mode():
+            in_graph = in_turn(
+                EngineStep(mode, groups, device).graph_calls(), COLD_CALLS if cold else WARM_CALLS, cold, device
+            )
+        rows += [
+            row(f"{end}_over_zero/{case}", ratios(in_graph, end, "zero"), "ratio", "lower", MOST_OF_ZERO)
+            for end in ("begin_in_graph", "commit_after_graph")
+        ]
         rows += [
             row(f"{end}_over_zero/{case}", ratios(samples, end, "zero"), "ratio", "lower", MOST_OF_ZERO)
             for end in ("begin", "commit")

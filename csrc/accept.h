@@ -177,6 +177,18 @@ inline PlanCall check_plan(const char* op,
     return call;
 }
 
+// The flag that turns off a call in a CUDA graph; null if the call is always on.
+inline const bool* check_enabled(const char* op, const std::optional<Tensor>& enabled, const Tensor& like,
+                                 const std::vector<Argument>& outputs) {
+    if (!enabled.has_value()) return nullptr;
+    const Argument given{op, "enabled", *enabled};
+    const bool* on = bool_view(given, 1, "[1]").data;
+    given.same_device(like);
+    const Placed placed(given);
+    for (const Argument& output : outputs) must_not_overlap(op, placed, Placed(output));
+    return on;
+}
+
 inline PlanCall check_plan_decode(const char* op,
                                   const Tensor& query_start_loc,             // int32 [num_requests + 1]
                                   const std::vector<Tensor>& slot_mappings,  // each int64 [num_tokens]
@@ -191,19 +203,13 @@ inline PlanCall check_plan_decode(const char* op,
     const Argument qsl{op, "query_start_loc", query_start_loc};
     const int32_t* starts = int32_view(qsl, 1, "[num_requests + 1]").data;
     if (query_start_loc.size(0) - 1 > INT32_MAX) qsl.must_be("of fewer than 2^31 requests");
-    const bool* on = nullptr;
-    if (enabled.has_value()) {
-        const Argument given{op, "enabled", *enabled};
-        on = bool_view(given, 1, "[1]").data;
-        given.same_device(query_start_loc);
-        check_placement(op, {given},
-                        {{op, "log_rows", log_rows},
-                         {op, "row_slots", row_slots},
-                         {op, "row_requests", row_requests},
-                         {op, "row_positions", row_positions},
-                         {op, "counters", counters},
-                         {op, "draft_start_loc", draft_start_loc}});
-    }
+    const bool* on = check_enabled(op, enabled, query_start_loc,
+                                   {{op, "log_rows", log_rows},
+                                    {op, "row_slots", row_slots},
+                                    {op, "row_requests", row_requests},
+                                    {op, "row_positions", row_positions},
+                                    {op, "counters", counters},
+                                    {op, "draft_start_loc", draft_start_loc}});
     if (query_start_loc.is_cpu() && starts[0] != 0) complain(op, {kDecodeStarts, 0, starts[0], 0});
     PlanCall call = check_plan(op, query_start_loc, query_start_loc, slot_mappings, log_rows, row_slots,
                                row_requests, row_positions, counters, draft_start_loc, std::nullopt, 1, true);
@@ -223,6 +229,12 @@ void each_written(const PlanCall& call, const F& f) {
     f(range_at(p.draft_starts, p.starts_length));
 }
 
+inline void describe_window(const PlanCall& checked, Begun& window) {
+    const PlanArguments& p = checked.plan;
+    window.num_requests = p.num_requests;
+    window.query_start_loc = {p.query_start_loc, p.num_requests + 1};
+}
+
 inline void set_step(PlanCall& call, const PlanCall& checked, StepArguments& step) {
     PlanArguments& p = call.plan;
     const Argument cu{p.op, "cu_num_draft_tokens",
@@ -238,7 +250,7 @@ inline void set_step(PlanCall& call, const PlanCall& checked, StepArguments& ste
     p.num_requests = drafts.num_requests;
     p.query_start_loc = starts.data;
     step.window.num_requests = p.num_requests;
-    step.window.query_start_loc = starts;
+    step.window.query_start_loc = {starts.data, starts.length};
 }
 
 // Returns the arguments with the number of requests that have bonus tokens. In a decode this depends on data.

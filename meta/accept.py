@@ -8,13 +8,13 @@ COUNTS = by_name({
     int32("[num_requests]"): "num_rejected num_accepted",
     int64("[len(COUNTERS)]"): "counters",
     flags("[num_log_rows]"): "row_rejected",
+    flags("[1]"): "enabled",
 })  # fmt: skip
 
 ARGUMENTS = COUNTS | by_name({
     ids("[num_draft_tokens]"): "draft_token_ids",
     ids("[num_requests, most drafts (+ 1)]"): "sampled_token_ids",
     int32("[num_requests]"): "cu_num_draft_tokens",
-    flags("[1]"): "enabled",
     int32("[num_tokens]"): "log_rows",
     int32("[num_log_rows]"): "row_requests row_positions",
     int64("[num_tokens]"): "slot_mappings",

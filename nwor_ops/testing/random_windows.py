@@ -350,7 +350,7 @@ def shadow(window: Window) -> None:
         opened = window.call(
             "open_window", given, count, starts, draft_starts, int32(lengths),
             surrounded(torch.tensor(drafted, dtype=torch.int64).view(groups, rows)), shadow_blocks, slot_mappings,
-            tables, saved, tails, mapping, held, offsets,
+            tables, saved, tails, mapping, held, offsets, None, window.dice.choice((None, flags([True]))),
         )  # fmt: skip
         given, slot_mappings, tables, saved, tails, held = (opened[i] for i in (0, 7, 8, 9, 10, 12))
         planes = given[: len(planes)]

@@ -105,7 +105,7 @@ nwor::open_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_star
     draft_start_loc, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks, Tensor(b!)[]
     slot_mappings, Tensor(c!)[] block_tables, Tensor(d!) saved_slots, Tensor(e!) tail_pages, Tensor?
     idx_mapping=None, Tensor(f!)? held_slots=None, Tensor? page_offsets=None, Tensor?
-    plane_table=None) -> ()
+    plane_table=None, Tensor? enabled=None) -> ()
 nwor::close_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
     draft_start_loc, Tensor row_rejected, Tensor shadow_blocks, Tensor saved_slots, Tensor
     tail_pages, Tensor(b!)[] slot_mappings, Tensor(c!)[] block_tables, Tensor? idx_mapping=None,

@@ -350,6 +350,22 @@ FUSED_WRITER = Case(
     ),
     same_tokens=False,
 )
+# The other mode redirects slots and tables in the graph. `-k stage-in-graph` selects these cases.
+STAGE_GRAPH_BEGIN_CASES = [
+    replace(
+        case,
+        name=f"stage-{case.name}",
+        nwor=dict(STAGE),
+        more_blocks=SPARE * case.expect.get("kv_cache_groups", 1),
+    )
+    for case in GRAPH_BEGIN_CASES
+]
+# FlashInfer takes its page numbers from the tables before a replay, so begin is called as without the switch.
+CALLED_BEGIN = replace(
+    _case("stage-in-graph-flashinfer", {"NWOR_BEGIN_IN_GRAPH": "1"}, "FLASHINFER", "any", needs="flashinfer"),
+    nwor=dict(STAGE),
+    more_blocks=SPARE,
+)
 # All of them again in the other mode. FlashInfer's metadata, made for the target, is what vLLM's EAGLE goes by.
 _NOT_STAGED = (
     "flashinfer-eagle-fp8",

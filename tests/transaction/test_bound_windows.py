@@ -131,7 +131,7 @@ def test_other_tensors_are_bound_again():
     states, engine.states = engine.states, None
     engine.manager.forget_shadow_pages()
     engine.step(STEPS[1])
-    assert not engine.manager._bound.has_states
+    assert engine.manager._bound.request_states is None
     engine.states = states
 
 

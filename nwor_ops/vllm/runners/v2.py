@@ -101,23 +101,25 @@ class V2(RunnerAttachment):
         return input_batch.query_start_loc.tolist(), drafts
 
     def _step(self, input_batch: Any) -> Step:
+        window = Window(
+            query_start_loc=input_batch.query_start_loc,
+            cu_num_draft_tokens=input_batch.cu_num_logits,
+            slot_mappings=self.session.slot_mappings,
+            num_draft_tokens=input_batch.num_draft_tokens,
+            num_bonus_tokens=1,  # vLLM counts logits, and its counts start with a zero
+            leading_zero=True,
+            seq_lens=input_batch.seq_lens,
+            block_tables=self.block_tables,
+            request_states=input_batch.idx_mapping,
+        )
+        graph_requests = None
+        if (graph := self.graph_begin) is not None and graph.serves(input_batch):
+            window, graph_requests = graph.described(window, input_batch), input_batch.num_reqs
         return Step(
-            Window(
-                query_start_loc=input_batch.query_start_loc,
-                cu_num_draft_tokens=input_batch.cu_num_logits,
-                slot_mappings=self.session.slot_mappings,
-                num_draft_tokens=input_batch.num_draft_tokens,
-                num_bonus_tokens=1,  # vLLM counts logits, and its counts start with a zero
-                leading_zero=True,
-                seq_lens=input_batch.seq_lens,
-                block_tables=self.block_tables,
-                request_states=input_batch.idx_mapping,
-            ),
+            window,
             on_host=functools.partial(self._counts, input_batch),
             new_states=self._new_states(input_batch) if self.entering else (),
-            graph_requests=None
-            if (graph := self.graph_begin) is None or not graph.serves(input_batch)
-            else input_batch.num_reqs,
+            graph_requests=graph_requests,
         )
 
     def _new_states(self, input_batch: Any) -> list[int]:

@@ -198,10 +198,17 @@ class Session:
                 self.go_on_without("begin", error)
                 return
             self._step = step
-            for listener in self._hearing["opened"]:
-                listener.opened(step.window.slot_mappings)
+            if step.graph_requests is None:
+                self.opened()
         finally:
             self.host_seconds += time.perf_counter() - started
+
+    def opened(self) -> None:
+        """Notify the listeners that the window of the current step is open. If a graph begins it, call this after the
+        replay."""
+        assert self._step is not None
+        for listener in self._hearing["opened"]:
+            listener.opened(self._step.window.slot_mappings)
 
     def skip(self) -> None:
         """Run a step without a window; call it in place of :meth:`begin`.
