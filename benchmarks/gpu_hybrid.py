@@ -70,6 +70,8 @@ from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_a
 
 NAME = "gpu_hybrid"
 GIB, CACHE_GIB = 1 << 30, 36
+# vLLM wants a block of states for each of max_num_seqs, and 12 GiB do not hold the default of an H100 (1,024).
+SEQS_OF_SMALL_CACHE = 512
 OURS = "recurrent"
 REQUESTS = (1, 16, 64, 128, 384)
 # Targets of two ratios: output tok/s over the best vanilla, and running requests over vLLM's defaults.
@@ -167,6 +169,8 @@ def job_of(
         "gpu_memory_utilization": 0.2,
         **variant.engine,
     }
+    if cache_gib < CACHE_GIB:
+        engine["max_num_seqs"] = SEQS_OF_SMALL_CACHE
     if block_size is not None:
         engine["block_size"] = block_size
     if variant.drafts:

@@ -450,6 +450,8 @@ def test_launches(device):
     The whole loop is one graph launch. A graph per step needs K - 1 launches. Each graph contains all kernels of its
     steps.
     """
+    if launches(lambda: torch.ones(8, device=device) + 1)[1] == 0:
+        pytest.skip("torch's profiler sees no kernel of this machine's GPU")
     num_drafts = 5
     follower = Follower(num_drafts, 8, 30, device)
     follower.loop.capture([GraphKey(8)], GRAPHS)

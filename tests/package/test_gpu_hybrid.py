@@ -25,6 +25,9 @@ def test_variants_are_joined(tmp_path: pathlib.Path) -> None:
     assert engine["speculative_config"]["synthetic_acceptance_rates"] == [0.6914]
     none = gpu_hybrid.job_of(tmp_path, gpu_hybrid.variant_of("drafts_0"), small=False)["engine"]
     assert "speculative_config" not in none
+    assert "max_num_seqs" not in engine
+    small = gpu_hybrid.job_of(tmp_path, variant, small=False, cache_gib=12)["engine"]
+    assert small["max_num_seqs"] == gpu_hybrid.SEQS_OF_SMALL_CACHE
     with pytest.raises(ValueError, match="'nonsense' is not a variant; there are default"):
         gpu_hybrid.variant_of("default+nonsense")
     assert gpu_hybrid.results_of("bfloat16+drafts_1") == "gpu_hybrid_bfloat16"

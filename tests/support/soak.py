@@ -40,9 +40,10 @@ HOST_GROWTH = 1.03
 GPU_GROWTH_MIB = 64.0
 MEMORY_SAMPLES = 80
 START_SECONDS = 600.0
-# Log lines of these levels are problems, wherever they come from.
 WATCHED = re.compile("nwor_|vllm:(spec_decode|num_|kv_cache_usage_perc$|prefix_cache|request_success_total$)")
-BAD_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|Traceback|AuditError")
+# These lines of a log are problems, wherever they come from. vLLM also warns, with a traceback, of an optional package
+# that it cannot import.
+BAD_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^(?!.*\bWARNING\b).*Traceback|AuditError")
 
 
 @dataclasses.dataclass
