@@ -30,6 +30,7 @@ MOST_TOKENS = 64  # in an answer
 LONGEST_PROMPT = 1500
 REMEMBERED = 50  # prompts that may come again
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 1.0)
+AUDITED_CACHE_BYTES = 2 << 30
 
 
 class InvalidArguments(ValueError):
@@ -46,6 +47,7 @@ class AuditedEngine:
     def __init__(self, job: dict[str, Any]) -> None:
         self._dice = random.Random(job["seed"])
         self._config = read_arguments(job["arguments"])
+        bound_cache(self._config)
         self._texts: list[str] = job["prompts"]
         self._counts: Counter[str] = Counter()
         self._running: dict[str, int] = {}  # by request: the number of tokens after which it is aborted, or 0
@@ -188,6 +190,17 @@ def read_arguments(arguments: list[str]) -> Any:
     if config.parallel_config.data_parallel_size > 1:
         raise InvalidArguments("--data-parallel-size must be 1: the ranks of a dense model are separate engines")
     return config
+
+
+def bound_cache(config: Any) -> None:
+    """Give a GPU engine a small cache if its arguments do not set the size: the audit keeps copies of the whole cache.
+
+    Args:
+        config: vLLM's configuration; changed.
+    """
+    cache = config.cache_config
+    if config.device_config.device_type == "cuda" and not cache.num_gpu_blocks_override:
+        cache.kv_cache_memory_bytes = cache.kv_cache_memory_bytes or AUDITED_CACHE_BYTES
 
 
 def audits_in(worker: Any) -> dict[str, Any]:

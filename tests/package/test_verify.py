@@ -9,6 +9,7 @@ import json
 import os
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from nwor_ops import ops
-from nwor_ops.cli import verify, verify_archive
+from nwor_ops.cli import verify, verify_archive, verify_engine
 from nwor_ops.cli.verify import InvalidOptions, Outcome, VerifyOptions, check_options, run_verify
 from nwor_ops.cli.verify_archive import Redaction, allowed_environment, write_archive
 from nwor_ops.testing.engine_process import EngineProcess
@@ -296,3 +297,18 @@ def test_the_archive_names_nobody(tmp_path):
 
 def test_no_allowed_variable_is_secret():
     assert not any(verify_archive._SECRET_NAME.search(name) for name in verify_archive.ALLOWED_VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "given", "found"),
+    [
+        ("cuda", None, None, verify_engine.AUDITED_CACHE_BYTES),
+        ("cuda", None, 123, 123),
+        ("cuda", 500, None, None),
+        ("cpu", None, None, None),
+    ],
+)
+def test_a_gpu_engine_gets_a_small_cache(kind, blocks, given, found):
+    cache = SimpleNamespace(num_gpu_blocks_override=blocks, kv_cache_memory_bytes=given)
+    verify_engine.bound_cache(SimpleNamespace(device_config=SimpleNamespace(device_type=kind), cache_config=cache))
+    assert (cache.num_gpu_blocks_override, cache.kv_cache_memory_bytes) == (blocks, found)

@@ -106,3 +106,12 @@ def rising(name: str, by: float) -> list[dict[str, float]]:
 def test_a_fault_is_a_problem(changes: dict[str, Any], words: str) -> None:
     [problem] = soak.problems(result(**changes))
     assert words in problem
+
+
+def test_bad_lines_of_a_log() -> None:
+    fine = [
+        "INFO [a.py:1] ok",
+        "(EngineCore pid=7) WARNING 11-26 [import_utils.py:417] Traceback (most recent call last):",
+    ]
+    bad = ["ERROR [a.py:1] no", "Traceback (most recent call last):", "WARNING AuditError: row 3"]
+    assert [line for line in fine + bad if soak.BAD_LINE.search(line)] == bad

@@ -25,6 +25,7 @@ from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
 from nwor_ops.vllm.transaction.layers.target import TargetLayer, same_place
 
 FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
+COUNTED_AT_ONCE = 1 << 25  # bytes of a mask
 
 
 class AuditError(AssertionError):
@@ -171,6 +172,14 @@ def unmarked(storage: torch.UntypedStorage, device: torch.device | str | None = 
     marks = torch.UntypedStorage(storage.nbytes(), device=device or storage.device)
     bytes_of(marks).zero_()
     return marks
+
+
+def count(mask: Tensor) -> int:
+    """Return the number of True bytes of a flat mask.
+
+    torch sums a copy with 8 bytes per element, which does not fit next to a large cache, so it sums parts.
+    """
+    return sum(int(part.sum()) for part in mask.split(COUNTED_AT_ONCE))
 
 
 def either(some: Tensor | None, more: Tensor) -> Tensor:
@@ -422,7 +431,7 @@ class CacheAudit(StepListener):
             for group, own in zip(self._recurrent, blocks, strict=True):
                 group.mark(own, marked, address)
             found[address] = bytes_of(marked) != 0
-            self._totals.recurrent_bytes += int(found[address].sum())
+            self._totals.recurrent_bytes += count(found[address])
         return found
 
     def _blocks(self, group: str, table: Tensor, seq_lens: list[int]) -> Tensor:
