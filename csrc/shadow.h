@@ -360,7 +360,7 @@ struct WindowTensors {
 };
 
 // What open_window writes, except the planes.
-inline std::vector<Argument> written_beside_planes(const char* op, const WindowTensors& t) {
+inline std::vector<Argument> written_tables(const char* op, const WindowTensors& t) {
     std::vector<Argument> written{{op, "saved_slots", t.saved_slots}, {op, "tail_pages", t.tail_pages}};
     for (const Tensor& slots : t.slot_mappings) written.push_back({op, "slot_mappings", slots});
     for (const Tensor& table : t.block_tables) written.push_back({op, "block_tables", table});
@@ -429,7 +429,7 @@ inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensor
         held.same_device(first);
     }
     call.page_offsets = check_page_offsets(op, t.page_offsets, t.caches, t.plane_table);
-    const std::vector<Argument> written = written_beside_planes(op, t);
+    const std::vector<Argument> written = written_tables(op, t);
     for (const Argument& a : written) check_elements_apart(a);
     check_outside_planes(op, call.planes, first, written);
     std::vector<Argument> read{qsl, shadows};
@@ -473,7 +473,7 @@ inline WindowCall check_open(
     a.num_rows = row_slots.size(1);
     for (const Argument& other : {lens, slots}) other.same_device(caches[0]);
     check_outside_planes(op, call.planes, caches[0], {lens, slots});
-    a.enabled = check_enabled(op, enabled, caches[0], written_beside_planes(op, tensors));
+    a.enabled = check_enabled(op, enabled, caches[0], written_tables(op, tensors));
     if (enabled.has_value()) check_outside_planes(op, call.planes, caches[0], {{op, "enabled", *enabled}});
     return call;
 }

@@ -16,7 +16,8 @@ Eager and piecewise steps, micro-batches, and batches with other tokens than dra
 mode ``"stage"`` engines do so whose metadata are computed from block tables before the replay
 (:func:`~nwor_ops.vllm.transaction.layers.back_ends.read_tables_in_graphs`). They would miss the shadow pages.
 
-Set ``NWOR_BEGIN_IN_GRAPH=1`` to switch it on. It is an internal switch, off until its speed is measured in engines.
+Set ``NWOR_BEGIN_IN_GRAPH=1`` to switch it on. It is an internal switch. It is off, because an
+engine that waits for the host was not faster with it (docs/benchmarks.md).
 """
 
 from __future__ import annotations
