@@ -139,7 +139,8 @@ struct BoundCalls {
 
     int64_t mark = kMark;
     const BoundCalls* self = this;
-    Begun window;  // of the last begin; before the first one, that of the bound arguments
+    // The window of the last begin. Before the first begin, the window of the bound arguments.
+    Begun window;
     std::vector<std::shared_ptr<BoundCall>> calls;
     // For a commit: the handle of its begin.
     const BoundCalls* begun = nullptr;

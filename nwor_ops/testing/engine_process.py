@@ -178,7 +178,7 @@ class EngineProcess:
 
 
 def _cause(lines: Sequence[str]) -> str:
-    """Return the first error that vLLM's engine core logged. It is a process of its own, and its parent does not repeat
+    """Return the first error that vLLM's engine core logged. It is a separate process, and its parent does not repeat
     the error."""
     for line in lines:
         if line.startswith("(EngineCore") and (found := _RAISED.search(line)):

@@ -5,8 +5,8 @@ asserts that a request has at least as many tokens as logits. So if a batch has 
 ``query_start_loc`` gives the drafts. This tensor, the slot mappings and our buffers have fixed addresses.
 
 In mode ``"stage"`` the calls of :func:`nwor_ops.open_window` follow. The lengths and block tables have fixed addresses
-too. vLLM's states of a batch have not, so they are copied to a buffer of ours, but only in a step whose batch has other
-requests, or in another order, than the last one that was copied.
+too. vLLM's states of a batch do not, so they are copied to a buffer of ours. This happens only if the batch has other
+requests, or another order, than the last batch that was copied.
 
 A flag on the device decides whether a replay begins a window. It is False for captures, dummy runs, steps without
 drafts, and steps whose begin was called. The host writes it only if it must change, so hardly ever while requests
