@@ -205,7 +205,7 @@ class DraftCommitManager(Stateful[Layer]):
         self._bound: _BoundCalls | None = None  # of the open window, or of the last one, whose begin was called
         # The same of windows that a graph begins. Its handle of begin never runs, so it keeps the bound tensors.
         self._bound_in_graph: _BoundCalls | None = None
-        self._captured: Window | None = None  # the tensors of the graphs that begin windows
+        self._captured: Window | None = None  # tensors of the graphs that begin windows
         self._last: list[Tensor] = []  # slot mappings and tables of the last window that was not bound
         # Whether the open window's drafts are in row_rejected and in the counters; None: only the device knows.
         self._outcome_known: bool | None = False

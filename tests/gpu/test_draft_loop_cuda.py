@@ -433,10 +433,11 @@ def launches(run):
     """Return how often a run makes each call, and how many kernels the device runs for it."""
     from torch.profiler import profile, supported_activities
 
-    for _ in range(2):  # the first profile of a process may miss the device's events
-        with profile(activities=supported_activities()) as profiled:
-            run()
-            torch.cuda.synchronize()
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=supported_activities()) as profiled:
+        run()
+        torch.cuda.synchronize()
     events = profiled.profiler.kineto_results.events()
     calls = Counter(event.name() for event in events if event.device_type().name == "CPU")
     on_device = [event.name() for event in events if event.device_type().name == "CUDA"]
@@ -450,8 +451,6 @@ def test_launches(device):
     The whole loop is one graph launch. A graph per step needs K - 1 launches. Each graph contains all kernels of its
     steps.
     """
-    if launches(lambda: torch.ones(8, device=device) + 1)[1] == 0:
-        pytest.skip("torch's profiler sees no kernel of this machine's GPU")
     num_drafts = 5
     follower = Follower(num_drafts, 8, 30, device)
     follower.loop.capture([GraphKey(8)], GRAPHS)

@@ -84,7 +84,7 @@ def begun(requests, device="cpu", query_start_loc=None, idx_mapping=None, runs=T
     """The handle of a begin with this number of requests, which have no drafts.
 
     With `query_start_loc`, open_window is bound too. The commit takes that tensor and `idx_mapping` from the handle. If
-    the begin does not run (`runs`), they are those that were bound.
+    the begin does not run (`runs`), the handle has the tensors that were bound.
     """
     filled = samples_accept.plan((0,) * (requests + 1), (0,) * requests, tokens=1)
     given = named("plan_window", layouts.twin(filled, device))

@@ -167,7 +167,7 @@ class Runner:
         )  # fmt: skip
 
     def prepare_attn(self, batch: Any) -> None:
-        """Each request has a page of its own."""
+        """Give each request a separate page."""
         self.slots.fill_(-1)[0, : batch.num_tokens] = self.slots_of(self.requests)
         self.block_tables.input_block_tables[0].zero_()[: batch.num_reqs, 0] = torch.arange(batch.num_reqs) + 1
 

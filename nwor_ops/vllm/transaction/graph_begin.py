@@ -16,8 +16,8 @@ Eager and piecewise steps, micro-batches, and batches with other tokens than dra
 mode ``"stage"`` engines do so whose metadata are computed from block tables before the replay
 (:func:`~nwor_ops.vllm.transaction.layers.back_ends.read_tables_in_graphs`). They would miss the shadow pages.
 
-Set ``NWOR_BEGIN_IN_GRAPH=1`` to switch it on. It is an internal switch. It is off, because an
-engine that waits for the host was not faster with it (docs/benchmarks.md).
+Set ``NWOR_BEGIN_IN_GRAPH=1`` to switch it on. This internal switch is off. In mode ``"cow"``, an engine that waits for
+the host was not measurably faster with it (docs/benchmarks.md). In mode ``"stage"`` the speed was not measured.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class GraphBegin:
         self._query_start_loc, self._seq_lens, self._block_tables = query_start_loc, seq_lens, block_tables
         self._is_stage = session.mode == "stage"
         self.states = torch.full((len(seq_lens),), -1, device=query_start_loc.device)
-        self._states: bytes | None = b""  # of the batch that was copied last; None if a copy failed
+        self._states: bytes | None = b""  # states of the last batch that was copied; None if a copy failed
         self.enabled = torch.zeros(1, dtype=torch.bool, device=query_start_loc.device)
         self._is_enabled: bool | None = False  # last value that the host wrote to `enabled`; None if a write failed
         self.captured: set[Any] = set()

@@ -3,9 +3,9 @@
 - After a window is opened, every draft names a slot of a shadow page of its group. (If a graph of the forward opens it,
   this is checked after the replay.)
 - After the forward and again before sampling, two things hold. The shadow page of a request's first draft holds the
-  committed rows of the page that it replaces, because attention reads them there. Outside the shadow pages nothing has
-  changed since the step began, except the rows of tokens that were not redirected (prompts, and tokens before the tail
-  page).
+  committed rows of the page that it replaces, because attention reads them there. Outside the shadow pages only the
+  rows of tokens that were not redirected have changed since the step began. These are prompts, and tokens before the
+  tail page.
 - After commit, the same check as in mode ``"cow"`` runs outside the shadow pages.
 
 The expected rows come from vLLM's own writer, given the recorded keys and values. If that writer was never called (a

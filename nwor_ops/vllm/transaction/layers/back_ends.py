@@ -170,7 +170,7 @@ def read_tables_in_graphs(runner: Any, groups: Iterable[str]) -> bool:
         groups: numbers of KV-cache groups. All their layers count, those of a drafter too.
     """
     return all(
-        # With blocks of its own, a back end gets a copy of the table in their numbers.
+        # A back end with another block size gets a converted copy of the table.
         of_back_end.kernel_block_size is None
         and all(qualified_name(builder) in _TABLE_BUILDERS for builder in of_back_end.metadata_builders)
         for group in groups
