@@ -10,7 +10,6 @@ optional keys:
 Each line of stdin is a command, and each answer is a line of JSON on stdout:
 
 - ``run N [SEED]``: serve N requests.
-- ``texts N AT_ONCE``: serve the same N requests each time, and return their tokens.
 - ``ttft N PREFIX SUFFIX AT_ONCE SEED``: time first tokens.
 - ``fits TOKENS``: return how many requests of this length fit into the cache by vLLM's upper bound.
 - ``held N PROMPT TOKENS``: run N long requests until one ends, and return how many ran together.
@@ -141,32 +140,6 @@ class TimedEngine:
             "windows": plugin["windows"] - before["windows"],
             "draft_graph_replays": _replays(plugin) - _replays(before),
         }
-
-    def texts(self, requests: int, at_once: int) -> dict[str, Any]:
-        """Return the tokens of each request, and for each token the margin of the target's best token over the next
-        one.
-
-        The margin is a difference of log probabilities. The requests run concurrently or one after the other. In the
-        second case, the batches are the same in every engine.
-        """
-        from vllm import SamplingParams
-
-        engine = self._llm.llm_engine
-        self._runs += 1
-        found: dict[int, dict[str, list[Any]]] = {}
-        for index in range(requests):
-            generator = random.Random(-1 - index)
-            prompt = [generator.randrange(self._job["vocabulary"]) for _ in range(self._job["prompt_tokens"])]
-            params = SamplingParams(
-                temperature=0.0, seed=index, max_tokens=self._job["max_tokens"], ignore_eos=True, detokenize=False,
-                logprobs=2,
-            )  # fmt: skip
-            engine.add_request(f"{self._runs}-{index}", {"prompt_token_ids": prompt}, params)
-            while engine.has_unfinished_requests() and (not at_once or index == requests - 1):
-                for output in engine.step():
-                    if output.finished:
-                        found[int(output.request_id.split("-")[1])] = _tokens_and_margins(output.outputs[0])
-        return {"texts": [found[index] for index in range(requests)]}
 
     def ttft(self, requests: int, prefix: int, suffix: int, at_once: int, seed: int) -> dict[str, Any]:
         """Measure the seconds until each request's first token. All prompts begin with the same ``prefix`` tokens,
@@ -344,11 +317,6 @@ class TimedEngine:
     def _plugin(self) -> dict[str, Any]:
         worker, *_ = self._llm.collective_rpc(describe_plugin)  # all ranks give the same answer
         return worker
-
-
-def _tokens_and_margins(output: Any) -> dict[str, list[Any]]:
-    best = [sorted((found.logprob for found in position.values()), reverse=True) for position in output.logprobs]
-    return {"tokens": list(output.token_ids), "margins": [first - second for first, second, *_ in best]}
 
 
 def _replays(plugin: dict[str, Any]) -> int:
