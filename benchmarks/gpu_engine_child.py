@@ -635,15 +635,11 @@ class HookTimes:
             for name in HOOKS:
                 if name in vars(runner_class):
                     setattr(runner_class, name, _timed(vars(runner_class)[name], self._inner[name]))
-        graphs = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils").ModelCudaGraphManager
-        graphs.run_fullgraph = _timed(graphs.run_fullgraph, self._inner["run_fullgraph"])
 
     def watch(self, runner: Any) -> None:
-        graphs = getattr(runner, "cudagraph_manager", None)
-        patched = [(runner, name) for name in HOOKS] + ([(graphs, "run_fullgraph")] if graphs is not None else [])
-        for owner, name in patched:
-            if name in vars(owner):
-                setattr(owner, name, _timed(vars(owner)[name], self._outer[name]))
+        for name in HOOKS:
+            if name in vars(runner):
+                setattr(runner, name, _timed(vars(runner)[name], self._outer[name]))
 
     def clear(self) -> None:
         for times in (*self._inner.values(), *self._outer.values()):

@@ -7,12 +7,9 @@
                     this way. The server in front of them is not measured, because NWOR has no part in it.
 
 The method is that of gpu_engine.py: one engine per mode, whose two sides take turns of 20 steps while its requests
-decode. Synthetic acceptance is 2.5 tokens per step. In mode `cow`, and with begins inside graphs, the graphs are
-captured twice for each side. All engines are on the GPUs at the same time (about 28 GiB each, 18 for a rank of tp2).
-They are measured in turn, except for the ranks of data parallelism, which run together.
-
-`--modes cow cow_in_graph` compares windows that begin in the host's call with windows that begin inside FULL graphs.
-`stage_in_graph` is the same for mode `stage`.
+decode. Synthetic acceptance is 2.5 tokens per step. In mode `cow` the graphs are captured twice for each side. All
+engines are on the GPUs at the same time (about 28 GiB each, 18 for a rank of tp2). They are measured in turn, except
+for the ranks of data parallelism, which run together.
 
 Ranks of tensor parallelism use NCCL, because vLLM's other ways need peer access or NVLink multicast, which virtual
 machines may lack. The workers of several ranks are not in the scheduler's process. The scheduler's count of
@@ -60,13 +57,7 @@ from results import FOLDER, Row, row, show, this_machine, write
 from nwor_ops.testing.engine_process import NCCL_ALONE, EngineFailed, EngineProcess, close_all
 
 NAME = "gpu_parallel"
-TARGETS = {"cow": 0.995, "cow_in_graph": 0.995, "stage": 0.99, "stage_in_graph": 0.99}
-ENVIRONMENTS = {
-    "cow": {"VLLM_NWOR_MODE": "cow", "NWOR_BEGIN_IN_GRAPH": "0"},
-    "cow_in_graph": {"VLLM_NWOR_MODE": "cow", "NWOR_BEGIN_IN_GRAPH": "1"},
-    "stage": {"VLLM_NWOR_MODE": "stage", "NWOR_BEGIN_IN_GRAPH": "0"},
-    "stage_in_graph": {"VLLM_NWOR_MODE": "stage", "NWOR_BEGIN_IN_GRAPH": "1"},
-}
+TARGETS = {"cow": 0.995, "stage": 0.99}
 SHAPES = {"8b": LLAMA_8B, "1b": LLAMA_1B}
 
 
@@ -74,7 +65,7 @@ class Place(NamedTuple):
     """The mode and the GPUs of an engine.
 
     Attributes:
-        mode: mode of NWOR, a key of ``ENVIRONMENTS``.
+        mode: mode of NWOR, ``"cow"`` or ``"stage"``.
         ranks: number of ranks of tensor parallelism.
         first: its first GPU.
     """
@@ -86,13 +77,6 @@ class Place(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.mode}_tp{self.ranks}-{self.first}"
-
-
-def captures_of(mode: str) -> int:
-    """How many times the graphs of a mode are captured for each side."""
-    environment = ENVIRONMENTS[mode]
-    # A graph with a begin is no graph of the other side, in any mode.
-    return CAPTURES["cow" if environment["NWOR_BEGIN_IN_GRAPH"] == "1" else environment["VLLM_NWOR_MODE"]]
 
 
 def places(mode: str, gpus: list[int]) -> Iterator[Place]:
@@ -124,7 +108,7 @@ def engine_job_at(place: Place, folder: pathlib.Path, options: argparse.Namespac
         more |= {"tensor_parallel_size": place.ranks, "distributed_executor_backend": "mp"}
         more["disable_custom_all_reduce"] = True
     job = engine_job(model, speculation, small, **more)
-    captures = 1 if small else captures_of(place.mode)
+    captures = 1 if small else CAPTURES[place.mode]
     return job | {"vocabulary": shape["vocab_size"], "max_tokens": WARM_UP_TOKENS, "captures": captures}
 
 
@@ -148,7 +132,7 @@ class Run:
         for place in wanted:
             job = engine_job_at(place, self.folder, options)
             devices = ",".join(str(place.first + rank) for rank in range(place.ranks))
-            environment = dict(ENVIRONMENTS[place.mode])
+            environment = {"VLLM_NWOR_MODE": place.mode}
             environment |= {} if options.small else NCCL_ALONE | {"CUDA_VISIBLE_DEVICES": devices}
             cache = self.folder / f"cache-{place.name}"
             self.engines[place] = launch_engine(place.name, job, self.folder, cache, "v2", environment)
@@ -213,7 +197,7 @@ class Run:
             while True:
                 for number, first in product(range(max(CAPTURES.values())), (0, 1)):
                     for mode, own in sides.items():
-                        capture = 0 if self.options.small else number % captures_of(mode)
+                        capture = 0 if self.options.small else number % CAPTURES[mode]
                         command = f"turns {count} {capture} {first} 0"
                         engines = [self.engines[place] for place in own]
                         answers[mode] += pool.map(EngineProcess.ask, engines, [command] * len(engines))
@@ -259,7 +243,7 @@ def gpus_here() -> int:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", nargs="+", type=int, help="how many, of 1, 2 and 4 (default: as far as there are)")
-    parser.add_argument("--modes", nargs="+", choices=list(ENVIRONMENTS), default=list(CAPTURES), help="NWOR's")
+    parser.add_argument("--modes", nargs="+", choices=list(CAPTURES), default=list(CAPTURES), help="NWOR's")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=[16, 64], help="of each engine")
     parser.add_argument("--target", choices=list(SHAPES), default="8b", help="shape of the target: Llama 3's")
     parser.add_argument("--seconds", type=float, default=8.0, help="of measuring, for each row")

@@ -11,9 +11,6 @@ for 16 requests with 4 drafts, in both modes, for one and two groups of layers. 
 before each call, as an engine does between two steps. The zeroed tensor has gaps, so that a CPU takes the same way
 through torch as a GPU. A CPU launches nothing, but runs the kernels.
 
-`begin_in_graph_over_zero` is the host's time to open a window that a CUDA graph begins, and to compare the flag, and in
-mode `stage` the states of the batch. What the graph launches runs outside of the measured time.
-
 They go to a separate file, ``host_cost``. With a GPU, only they are measured.
 """
 
@@ -177,30 +174,6 @@ class EngineStep:
             "commit": lambda: self.manager.commit_rejected(self.num_rejected),
         }
 
-    def graph_calls(self) -> dict[str, Callable[[], object]]:
-        """Return the calls of a step whose begin is in a graph. `graph` stands for the graph."""
-        manager, window, is_enabled = self.manager, self.window, True
-        enabled = torch.ones(1, dtype=torch.bool, device=self.num_rejected.device)
-        is_stage, of_batch = manager.mode == "stage", torch.arange(ENGINE_REQUESTS).numpy()
-        states = of_batch.tobytes()
-        of_stage = (window.seq_lens, window.block_tables, window.request_states) if is_stage else ()
-        with Recorded() as graph:
-            manager.plan_in_graph(window.query_start_loc, window.slot_mappings, enabled, *of_stage)
-
-        def begin() -> None:
-            if is_stage and of_batch.tobytes() != states:
-                raise AssertionError("the batch is always the same")
-            manager.begin_in_graph(window, ENGINE_REQUESTS)
-            if not is_enabled:
-                enabled.fill_(True)
-
-        return {
-            "zero": self.zeroed.zero_,
-            "begin_in_graph": begin,
-            "graph": graph.replay,
-            "commit_after_graph": lambda: manager.commit_rejected(self.num_rejected),
-        }
-
 
 def in_turn(calls: dict[str, Callable[[], object]], rounds: int, cold: bool, device: str) -> dict[str, list[float]]:
     """Return the seconds of each call. The device is idle before each of them."""
@@ -226,14 +199,6 @@ def engine_figures(device: str) -> list[Row]:
         with torch.inference_mode():
             samples = in_turn(calls, COLD_CALLS if cold else WARM_CALLS, cold, device)
         case = f"{mode}/{groups}_group{'s' if groups > 1 else ''}/{'cold' if cold else 'warm'}"
-        with torch.inference_mode():
-            in_graph = in_turn(
-                EngineStep(mode, groups, device).graph_calls(), COLD_CALLS if cold else WARM_CALLS, cold, device
-            )
-        rows += [
-            row(f"{end}_over_zero/{case}", ratios(in_graph, end, "zero"), "ratio", "lower", MOST_OF_ZERO)
-            for end in ("begin_in_graph", "commit_after_graph")
-        ]
         rows += [
             row(f"{end}_over_zero/{case}", ratios(samples, end, "zero"), "ratio", "lower", MOST_OF_ZERO)
             for end in ("begin", "commit")

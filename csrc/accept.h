@@ -12,24 +12,6 @@
 
 namespace nwor {
 
-// ---------------------------------------------------------------- cumulative arrays
-
-// Returns the first i in [0, length) with element(i) > value, or `length` if there is none. If element(i) is
-// the number of drafts of requests 0 to i, the result is the request of draft `value`. Requests without
-// drafts are never returned. Numbers of requests fit 32 bits.
-template <class Element>
-NWOR_HOST_DEVICE int64_t first_above(const Element& element, int64_t length, int64_t value) {
-    uint32_t low = 0, high = static_cast<uint32_t>(length);
-    while (low < high) {
-        const uint32_t middle = low + (high - low) / 2;
-        if (element(middle) > value)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
 // ---------------------------------------------------------------- counts of drafts
 
 // Index of each request's first draft in the batch, and then the number of drafts: an index pointer, as
@@ -53,14 +35,14 @@ inline DraftStarts check_draft_starts(const Argument& starts, int64_t* num_reque
 }
 
 // The engine's draft counts, which plan_window takes: cumulative drafts including each request, plus
-// `num_bonus_tokens` for each of the first `num_counted` requests.
+// `num_bonus_tokens` per request.
 struct CumulativeDrafts {
     const int32_t* counts;
-    int64_t num_bonus_tokens, num_counted;
+    int64_t num_bonus_tokens;
 
     // Number of drafts of requests [0, request]: the log row after the request's last one.
     NWOR_HOST_DEVICE int64_t until(int64_t request) const {
-        return counts[request] - num_bonus_tokens * least(request + 1, num_counted);
+        return counts[request] - num_bonus_tokens * (request + 1);
     }
     // Number of drafts of requests [0, request): the first log row of `request`.
     NWOR_HOST_DEVICE int64_t before(int64_t request) const { return request == 0 ? 0 : until(request - 1); }
@@ -81,7 +63,7 @@ inline CheckedDrafts check_cumulative_drafts(const Argument& cu, int64_t num_bon
     if (num_requests > INT32_MAX) cu.must_be("of fewer than 2^31 requests");
     if (zeros && cu.tensor.is_cpu() && given[0] != 0)
         fail(cu.op, cu.name, " must begin with 0 where it has a leading_zero, got ", given[0]);
-    return {{given.data + zeros, num_bonus_tokens, num_requests}, given, num_requests};
+    return {{given.data + zeros, num_bonus_tokens}, given, num_requests};
 }
 
 // Order of the `counters` tensor. COUNTERS of nwor_ops has the names.
@@ -96,9 +78,7 @@ inline int64_t* counters_view(const Argument& counters) {
 struct PlanArguments {
     const char* op;
     int64_t num_requests, num_tokens, token_offset, num_rows, num_groups, log_rows_length, starts_length;
-    bool whole_batch;     // not a micro-batch: every draft must be among the tokens
-    bool is_decode;       // the counts are query_start_loc, without bonus tokens for padded requests
-    const bool* enabled;  // null: yes
+    bool whole_batch;  // not a micro-batch: every draft must be among the tokens
     const int32_t* query_start_loc;
     CumulativeDrafts drafts_of;
     int32_t* log_rows;
@@ -177,47 +157,6 @@ inline PlanCall check_plan(const char* op,
     return call;
 }
 
-// The flag that turns off a call in a CUDA graph; null if the call is always on.
-inline const bool* check_enabled(const char* op, const std::optional<Tensor>& enabled, const Tensor& like,
-                                 const std::vector<Argument>& outputs) {
-    if (!enabled.has_value()) return nullptr;
-    const Argument given{op, "enabled", *enabled};
-    const bool* on = bool_view(given, 1, "[1]").data;
-    given.same_device(like);
-    const Placed placed(given);
-    for (const Argument& output : outputs) must_not_overlap(op, placed, Placed(output));
-    return on;
-}
-
-inline PlanCall check_plan_decode(const char* op,
-                                  const Tensor& query_start_loc,             // int32 [num_requests + 1]
-                                  const std::vector<Tensor>& slot_mappings,  // each int64 [num_tokens]
-                                  const Tensor& log_rows,                    // int32 [num_tokens], written
-                                  const Tensor& row_slots,        // int64 [groups, num_log_rows], written
-                                  const Tensor& row_requests,     // int32 [num_log_rows], written
-                                  const Tensor& row_positions,    // int32 [num_log_rows], written
-                                  const Tensor& counters,         // int64 [len(COUNTERS)], written
-                                  const Tensor& draft_start_loc,  // int32 [num_requests + 1], written
-                                  const std::optional<Tensor>& enabled  // bool [1]
-) {
-    const Argument qsl{op, "query_start_loc", query_start_loc};
-    const int32_t* starts = int32_view(qsl, 1, "[num_requests + 1]").data;
-    if (query_start_loc.size(0) - 1 > INT32_MAX) qsl.must_be("of fewer than 2^31 requests");
-    const bool* on = check_enabled(op, enabled, query_start_loc,
-                                   {{op, "log_rows", log_rows},
-                                    {op, "row_slots", row_slots},
-                                    {op, "row_requests", row_requests},
-                                    {op, "row_positions", row_positions},
-                                    {op, "counters", counters},
-                                    {op, "draft_start_loc", draft_start_loc}});
-    if (query_start_loc.is_cpu() && starts[0] != 0) complain(op, {kDecodeStarts, 0, starts[0], 0});
-    PlanCall call = check_plan(op, query_start_loc, query_start_loc, slot_mappings, log_rows, row_slots,
-                               row_requests, row_positions, counters, draft_start_loc, std::nullopt, 1, true);
-    call.plan.is_decode = true;
-    call.plan.enabled = on;
-    return call;
-}
-
 template <class F>
 void each_written(const PlanCall& call, const F& f) {
     const PlanArguments& p = call.plan;
@@ -227,12 +166,6 @@ void each_written(const PlanCall& call, const F& f) {
     f(range_at(p.row_positions, p.num_rows));
     f(range_at(p.counters, kNumCounters));
     f(range_at(p.draft_starts, p.starts_length));
-}
-
-inline void describe_window(const PlanCall& checked, Begun& window) {
-    const PlanArguments& p = checked.plan;
-    window.num_requests = p.num_requests;
-    window.query_start_loc = {p.query_start_loc, p.num_requests + 1};
 }
 
 inline void set_step(PlanCall& call, const PlanCall& checked, StepArguments& step) {
@@ -250,16 +183,7 @@ inline void set_step(PlanCall& call, const PlanCall& checked, StepArguments& ste
     p.num_requests = drafts.num_requests;
     p.query_start_loc = starts.data;
     step.window.num_requests = p.num_requests;
-    step.window.query_start_loc = {starts.data, starts.length};
-}
-
-// Returns the arguments with the number of requests that have bonus tokens. In a decode this depends on data.
-NWOR_HOST_DEVICE inline PlanArguments with_counted(const PlanArguments& given) {
-    PlanArguments p = given;
-    if (p.is_decode)
-        p.drafts_of.num_counted = first_above([&](int64_t q) { return p.query_start_loc[q]; }, p.num_requests,
-                                              int64_t{p.query_start_loc[p.num_requests]} - 1);
-    return p;
+    step.window.query_start_loc = starts;
 }
 
 // Returns what is invalid about request q, if anything. Differences of 32-bit values are computed in 64 bits.
@@ -267,7 +191,6 @@ NWOR_HOST_DEVICE inline Found problem_of_request(const PlanArguments& p, int64_t
     const int64_t before = p.drafts_of.before(q), until = p.drafts_of.until(q);
     const int64_t begin = p.query_start_loc[q], end = p.query_start_loc[q + 1];
     const int64_t drafts = until - before;
-    if (p.is_decode && (drafts < 0 || (q == 0 && begin != 0))) return {kDecodeStarts, q, end, begin};
     if (drafts < 0) return {kDraftsDecrease, q, until, before};
     if (begin < 0 || end < begin) return {kQueriesDecrease, q, end, begin};
     if (drafts > end - begin) return {kMoreDraftsThanTokens, q, drafts, end - begin};
@@ -556,7 +479,6 @@ std::tuple<Tensor, Tensor> run(const MaskCall& call, const Device& device) {
 template <class Device>
 void register_accept(Library& m) {
     NWOR_BINDABLE_OP(m, plan_window, check_plan);
-    NWOR_OP(m, plan_decode_window, check_plan_decode);
     NWOR_OP(m, acceptance_mask, check_acceptance_mask);
     NWOR_OP(m, acceptance_mask_from_rejected, check_acceptance_mask_from_rejected);
     NWOR_BINDABLE_OP(m, reject_rows, check_reject_rows);

@@ -38,7 +38,6 @@ struct WindowArguments {
     int32_t* tail_pages;  // [G, tail_stride]
     int64_t tail_stride;
     int64_t* held_slots;  // [G, S, P], or null
-    const bool* enabled;  // open; null: yes
     GroupTables groups[kMostWindowGroups];
 
     NWOR_HOST_DEVICE int64_t shadow_index(int64_t group, int64_t state, int64_t shadow) const {
@@ -359,15 +358,6 @@ struct WindowTensors {
     const std::optional<Tensor>&idx_mapping, &held_slots, &page_offsets, &plane_table;
 };
 
-// What open_window writes, except the planes.
-inline std::vector<Argument> written_tables(const char* op, const WindowTensors& t) {
-    std::vector<Argument> written{{op, "saved_slots", t.saved_slots}, {op, "tail_pages", t.tail_pages}};
-    for (const Tensor& slots : t.slot_mappings) written.push_back({op, "slot_mappings", slots});
-    for (const Tensor& table : t.block_tables) written.push_back({op, "block_tables", table});
-    add_given(written, op, "held_slots", t.held_slots);
-    return written;
-}
-
 enum class WindowOp { kOpen, kClose, kAcceptAndClose };
 
 struct WindowCall {
@@ -429,7 +419,10 @@ inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensor
         held.same_device(first);
     }
     call.page_offsets = check_page_offsets(op, t.page_offsets, t.caches, t.plane_table);
-    const std::vector<Argument> written = written_tables(op, t);
+    std::vector<Argument> written{saved, tails};
+    for (const Tensor& slots : t.slot_mappings) written.push_back({op, "slot_mappings", slots});
+    for (const Tensor& table : t.block_tables) written.push_back({op, "block_tables", table});
+    add_given(written, op, "held_slots", t.held_slots);
     for (const Argument& a : written) check_elements_apart(a);
     check_outside_planes(op, call.planes, first, written);
     std::vector<Argument> read{qsl, shadows};
@@ -458,14 +451,12 @@ inline WindowCall check_open(
     const std::optional<Tensor>& idx_mapping,   // ids [num_requests]
     const std::optional<Tensor>& held_slots,    // int64 [num_groups, num_states, num_shadow_pages], written
     const std::optional<Tensor>& page_offsets,  // int32 [block_size, width]
-    const std::optional<Tensor>& plane_table,   // int64 [planes, 2], see planes.h
-    const std::optional<Tensor>& enabled        // bool [1]
+    const std::optional<Tensor>& plane_table    // int64 [planes, 2], see planes.h
 ) {
-    const WindowTensors tensors{caches,        planes_per_group, query_start_loc, draft_start_loc,
-                                shadow_blocks, saved_slots,      tail_pages,      slot_mappings,
-                                block_tables,  idx_mapping,      held_slots,      page_offsets,
-                                plane_table};
-    WindowCall call = check_window(op, WindowOp::kOpen, tensors);
+    WindowCall call = check_window(
+        op, WindowOp::kOpen,
+        {caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, saved_slots, tail_pages,
+         slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, plane_table});
     WindowArguments& a = call.window;
     const Argument lens{op, "seq_lens", seq_lens}, slots{op, "row_slots", row_slots};
     a.seq_lens = int32_view(lens, a.num_requests, "[num_requests]").data;
@@ -473,8 +464,6 @@ inline WindowCall check_open(
     a.num_rows = row_slots.size(1);
     for (const Argument& other : {lens, slots}) other.same_device(caches[0]);
     check_outside_planes(op, call.planes, caches[0], {lens, slots});
-    a.enabled = check_enabled(op, enabled, caches[0], written_tables(op, tensors));
-    if (enabled.has_value()) check_outside_planes(op, call.planes, caches[0], {{op, "enabled", *enabled}});
     return call;
 }
 
@@ -569,10 +558,6 @@ void each_written(const WindowCall& call, const F& f) {
                    (a.num_requests - 1) * a.groups[g].row_stride + a.groups[g].columns));
     }
     if (call.kind == WindowOp::kAcceptAndClose) each_written(call.accept, f);
-}
-
-inline void describe_window(const WindowCall& checked, Begun& window) {
-    if (checked.has_states) window.idx_mapping = checked.window.idx_mapping;
 }
 
 inline void set_step(WindowCall& call, const WindowCall& checked, StepArguments& step) {

@@ -8,7 +8,6 @@ COUNTS = by_name({
     int32("[num_requests]"): "num_rejected num_accepted",
     int64("[len(COUNTERS)]"): "counters",
     flags("[num_log_rows]"): "row_rejected",
-    flags("[1]"): "enabled",
 })  # fmt: skip
 
 ARGUMENTS = COUNTS | by_name({

@@ -54,7 +54,6 @@ from nwor_ops.ops import (  # noqa: E402
     open_window as open_window,
     plan_recurrent_fold as plan_recurrent_fold,
     plan_recurrent_window as plan_recurrent_window,
-    plan_decode_window as plan_decode_window,
     plan_window as plan_window,
     plane_table as plane_table,
     prepare_decode_inputs as prepare_decode_inputs,

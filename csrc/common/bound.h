@@ -21,7 +21,7 @@ namespace nwor {
 struct Begun {
     int64_t num_requests = 0;
     int64_t num_rows = -1;  // as in restore_slots; negative: not given
-    Vector<const int32_t> query_start_loc{};
+    Vector<int32_t> query_start_loc{};
     std::optional<Ids> idx_mapping;
 };
 
@@ -74,8 +74,6 @@ class BoundCall {
     // Checks the arguments of a step and keeps their addresses.
     virtual void set(StepArguments& step) = 0;
     virtual void launch() = 0;
-    // Fills in what the bound arguments say about a window, for a commit before the first begin.
-    virtual void describe_to(Begun& window) const = 0;
     virtual const Tensor& like() const = 0;  // an argument on the device
     virtual int32_t device() const = 0;      // as device_number
 };
@@ -92,10 +90,6 @@ inline void list_tensors(std::vector<ListedTensor>& listed, const std::vector<Te
 }
 template <class Other>
 void list_tensors(std::vector<ListedTensor>&, const Other&) {}
-
-// For calls that say nothing about a window. Calls of a begin have their own one.
-template <class Arguments>
-void describe_window(const Arguments&, Begun&) {}
 
 // `Arguments` is what the op's check returns. set_step(arguments, checked, step), next to that check, changes
 // the arguments of the step.
@@ -118,7 +112,6 @@ class BoundCallOf : public BoundCall {
         set_step(arguments_, checked_, step);
     }
     void launch() override { run(arguments_, Device(like_)); }
-    void describe_to(Begun& window) const override { describe_window(checked_, window); }
     const Tensor& like() const override { return like_; }
     int32_t device() const override { return device_; }
 
@@ -139,8 +132,7 @@ struct BoundCalls {
 
     int64_t mark = kMark;
     const BoundCalls* self = this;
-    // The window of the last begin. Before the first begin, the window of the bound arguments.
-    Begun window;
+    Begun window;  // of the last begin
     std::vector<std::shared_ptr<BoundCall>> calls;
     // For a commit: the handle of its begin.
     const BoundCalls* begun = nullptr;
@@ -170,13 +162,11 @@ inline Tensor bound_handle(const char* op, std::shared_ptr<BoundCall> call,
         handle->calls = earlier.calls;
         handle->begun = earlier.begun;
         handle->begun_memory = earlier.begun_memory;
-        handle->window = earlier.window;
     }
     if (begun.has_value()) {
         handle->begun = &bound_calls(op, "begun", *begun);
         handle->begun_memory = begun;
     }
-    call->describe_to(handle->window);
     handle->calls.push_back(std::move(call));
     const int64_t size = 4, stride = 1;
     Tensor tensor = torch::stable::from_blob(

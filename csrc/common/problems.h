@@ -25,7 +25,6 @@ enum Problem {
     // Counts of tokens and drafts.
     kQueriesDecrease,
     kDraftsDecrease,
-    kDecodeStarts,
     kDraftStartsFirst,
     kDraftStartsDecrease,
     kMoreDraftsThanTokens,
@@ -119,9 +118,6 @@ constexpr Wording kWordings[] = {
      "{index}"},
     {kDraftsDecrease, kValueError,
      "cu_num_draft_tokens must not decrease, got {value} at request {index} after {limit}"},
-    {kDecodeStarts, kValueError,
-     "query_start_loc must begin with 0 and give each request a token, except padded ones at the end, got "
-     "{limit} and {value} around request {index}"},
     {kDraftStartsFirst, kValueError, "draft_start_loc must begin with 0, got {value}"},
     {kDraftStartsDecrease, kValueError,
      "draft_start_loc must not decrease, got {limit} and {value} around request {index}"},

@@ -8,8 +8,7 @@ namespace nwor {
 namespace {
 
 void run(const PlanCall& call, const Cpu&) {
-    if (call.plan.enabled != nullptr && !*call.plan.enabled) return;
-    const PlanArguments p = with_counted(call.plan);
+    const PlanArguments& p = call.plan;
     check_each(p.op, p.num_requests, [&](int64_t q) { return problem_of_request(p, q); });
     std::fill_n(p.log_rows, p.log_rows_length, -1);
     int64_t row = 0, drafted = 0;

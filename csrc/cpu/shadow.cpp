@@ -71,7 +71,6 @@ void copy_all(const WindowCall& call, const std::vector<Copy>& copies) {
 
 void open(const WindowCall& call) {
     const WindowArguments& a = call.window;
-    if (a.enabled != nullptr && !*a.enabled) return;
     const std::vector<Redirect> redirects = redirects_of(a, redirect_at_open, problem_at_open);
     std::vector<Copy> copies;
     for (int64_t g = 0; g < a.num_groups; ++g)

@@ -26,11 +26,11 @@ struct PlanJob {
 // Returns whether the requests checked by this thread make the window invalid. Every block checks all
 // requests. These are a few thousand at most, which is cheaper than a second launch. Only the first block
 // reports.
-__device__ bool share_breaks_window(const PlanArguments& p, const char* report_in_first) {
-    const char* report_as = blockIdx.x == 0 ? report_in_first : nullptr;
+__device__ bool share_breaks_window(const PlanJob& job) {
+    const char* report_as = blockIdx.x == 0 ? job.report_as : nullptr;
     bool broken = false;
-    for (int64_t q = threadIdx.x; q < p.num_requests; q += kThreads) {
-        const Found found = problem_of_request(p, q);
+    for (int64_t q = threadIdx.x; q < job.plan.num_requests; q += kThreads) {
+        const Found found = problem_of_request(job.plan, q);
         if (found) report(report_as, found);
         broken = broken || found;
     }
@@ -51,22 +51,12 @@ __device__ int64_t request_of_row(const PlanArguments& p, int64_t row) {
     return first_above([&](int64_t i) { return p.drafts_of.until(i); }, p.num_requests, row);
 }
 
-template <bool is_decode>
-__device__ decltype(auto) plan_of(const PlanJob& job) {
-    if constexpr (is_decode)
-        return with_counted(job.plan);
-    else
-        return (job.plan);
-}
-
 // Grid: one block per 256 items, at least one. Items: the longest of log_rows, draft_start_loc and the log.
 // Thread i writes element i of each output. The first block also counts the window.
-template <bool is_decode>
 __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ PlanJob job) {
+    const PlanArguments& p = job.plan;
     wait_for_earlier_kernels();
-    if (is_decode && job.plan.enabled != nullptr && !*job.plan.enabled) return;
-    const PlanArguments& p = plan_of<is_decode>(job);
-    const bool planned = !__syncthreads_or(share_breaks_window(p, job.report_as));
+    const bool planned = !__syncthreads_or(share_breaks_window(job));
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (i < p.log_rows_length) p.log_rows[i] = planned ? log_row_of_token(p, i) : -1;
     if (i < p.starts_length) p.draft_starts[i] = planned ? draft_start(p, i) : 0;
@@ -88,7 +78,7 @@ void run(const PlanCall& call, const Launch& launch) {
     std::copy(call.slot_mappings.begin(), call.slot_mappings.end(), job.slot_mappings);
     // No early return: a window without tokens is counted too.
     const int64_t items = std::max({p.log_rows_length, p.num_rows, p.starts_length});
-    launch.start(p.is_decode ? plan_kernel<true> : plan_kernel<false>, shape_for_items(items), job);
+    launch.start(plan_kernel, shape_for_items(items), job);
     check_launch(launch);
 }
 

@@ -7,6 +7,24 @@
 namespace nwor {
 namespace {
 
+// ---------------------------------------------------------------- cumulative arrays
+
+// Returns the first i in [0, length) with element(i) > value, or `length` if there is none. If element(i) is
+// the number of drafts of requests 0 to i, the result is the request of draft `value`. Requests without
+// drafts are never returned. Numbers of requests fit 32 bits.
+template <class Element>
+__device__ int64_t first_above(const Element& element, int64_t length, int64_t value) {
+    uint32_t low = 0, high = static_cast<uint32_t>(length);
+    while (low < high) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (element(middle) > value)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
 __device__ void add(int64_t* counters, Counter counter, int64_t amount) {
     if (amount > 0)
         atomicAdd(reinterpret_cast<unsigned long long*>(counters + counter),

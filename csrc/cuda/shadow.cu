@@ -99,7 +99,6 @@ template <class Unit, bool kTable>
 __global__ void __launch_bounds__(kThreads) open_kernel(const __grid_constant__ WindowJob job) {
     const WindowArguments& a = job.window;
     wait_for_earlier_kernels();
-    if (a.enabled != nullptr && !*a.enabled) return;
     if (blockIdx.x >= job.copy_blocks)
         return redirect_tables(
             job, redirect_at_open,

@@ -108,15 +108,6 @@ CALLS: tuple[Call, ...] = (
         },
     ),
     Call(
-        "plan_decode_window",
-        {"query_start_loc": [0, 4, 7], "slot_mappings": [SLOTS], "counters": NO_COUNTS},
-        {
-            "log_rows": [-1, 0, 1, 2, -1, 3, 4, -1], "row_slots": [[9, 10, 11, 18, 19, PAD]],
-            "row_requests": [0, 0, 0, 1, 1, -1], "row_positions": [0, 1, 2, 0, 1, -1],
-            "counters": [1, 5, 0, 0, 0], "draft_start_loc": [0, 3, 5],
-        },
-    ),
-    Call(
         "acceptance_mask",
         {
             "draft_token_ids": DRAFT_TOKEN_IDS, "sampled_token_ids": SAMPLED_TOKEN_IDS,

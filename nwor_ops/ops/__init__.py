@@ -26,7 +26,6 @@ from nwor_ops.ops.accept import (
     COUNTERS as COUNTERS,
     acceptance_mask as acceptance_mask,
     acceptance_mask_from_rejected as acceptance_mask_from_rejected,
-    plan_decode_window as plan_decode_window,
     plan_window as plan_window,
     reject_rows as reject_rows,
     reject_rows_from_rejected as reject_rows_from_rejected,

@@ -93,49 +93,6 @@ def plan_window(
     """
 
 
-@op(mutates=("log_rows", "row_slots", "row_requests", "row_positions", "counters", "draft_start_loc"))
-def plan_decode_window(
-    query_start_loc: Tensor,
-    slot_mappings: Sequence[Tensor],
-    log_rows: Tensor,
-    row_slots: Tensor,
-    row_requests: Tensor,
-    row_positions: Tensor,
-    counters: Tensor,
-    draft_start_loc: Tensor,
-    enabled: Tensor | None = None,
-) -> None:
-    """Run :func:`plan_window` for a batch in which every token of a request except its first is a draft.
-
-    It needs no counts of drafts, only tensors that an engine keeps at fixed addresses. So it can be captured at the
-    head of a CUDA graph of the forward. Whether a replay plans a window is then decided by ``enabled``.
-
-    Args:
-        query_start_loc: int32 ``[Q + 1]``, contiguous. Index of each request's first token, then the end. It begins
-            with 0. Requests without tokens at the end are padding and have no drafts. Other requests have a token.
-        slot_mappings, log_rows, row_slots, row_requests, row_positions, counters, draft_start_loc: as in
-            :func:`plan_window`; all but the first are **mutated**.
-        enabled: bool ``[1]`` or None. If it is False on the device, the call changes nothing.
-
-    Raises:
-        ValueError, TypeError: as :func:`plan_window`.
-
-    Example:
-        >>> import torch
-        >>> def filled(*shape, dtype=torch.int32):
-        ...     return torch.full(shape, -1, dtype=dtype)
-        >>> query_start_loc = torch.tensor([0, 3, 4], dtype=torch.int32)  # requests with 2 and 0 drafts
-        >>> log_rows, row_slots = filled(4), filled(1, 2, dtype=torch.int64)
-        >>> counters = torch.zeros(len(nwor_ops.COUNTERS), dtype=torch.int64)
-        >>> nwor_ops.plan_decode_window(
-        ...     query_start_loc, [torch.tensor([8, 9, 10, 3])], log_rows, row_slots, filled(2), filled(2), counters,
-        ...     filled(3),
-        ... )
-        >>> log_rows.tolist(), row_slots.tolist()
-        ([-1, 0, 1, -1], [[9, 10]])
-    """
-
-
 @op(mutates=(), results=("accepted", "num_accepted"))
 def acceptance_mask(
     draft_token_ids: Tensor, sampled_token_ids: Tensor, draft_start_loc: Tensor

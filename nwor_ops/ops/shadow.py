@@ -37,7 +37,6 @@ def open_window(
     held_slots: Tensor | None = None,
     page_offsets: Tensor | None = None,
     plane_table: Tensor | None = None,
-    enabled: Tensor | None = None,
 ) -> None:
     """Redirect a window to shadow pages: one launch for all layers and all groups of one geometry.
 
@@ -50,7 +49,7 @@ def open_window(
     not touch a page that the request owns. Page number p of a sequence is shadowed by
     ``shadow_blocks[g, state, p % P]``.
 
-    Call it after :func:`plan_window` or :func:`plan_decode_window`, and call :func:`close_window` after sampling.
+    Call it after :func:`plan_window`, and call :func:`close_window` after sampling.
 
     Args:
         caches: planes ``[B, N, H, W]`` of one geometry, those of group 0 first; **mutated** in shadow pages only.
@@ -80,7 +79,6 @@ def open_window(
             not copied again, so a request that stays in its page needs no copy. See below.
         page_offsets: as in :func:`log_slots`.
         plane_table: as in :func:`restore_slots`.
-        enabled: as in :func:`plan_decode_window`. A call in a CUDA graph takes the flag of the plan before it.
 
     ``held_slots`` needs request states that stay with their requests (``idx_mapping``). The op sets it to -1 for states
     of requests without drafts, which is how it detects that a state has a new request. Fill it with -1 in these cases:

@@ -159,19 +159,6 @@ def plan(window: Window, batch: Batch, slot_mappings: list[Tensor], rows: int) -
     return planned[3], planned[4]
 
 
-def plan_decode(window: Window, batch: Batch, slot_mappings: list[Tensor], rows: int) -> None:
-    """Plan a batch in which each request has one token that is not a draft, and then padded requests."""
-    starts = [0, *accumulate(request.drafts + 1 for request in batch.requests)]
-    tokens = starts[-1]
-    slots = [torch.cat([mapping, mapping.new_full((tokens,), -1)]) for mapping in slot_mappings]
-    starts += [tokens] * window.some(2)
-    window.call(
-        "plan_decode_window", int32(starts), slots, poisoned(len(slots[0]) + 2),
-        poisoned(len(slots), rows, dtype=torch.int64), poisoned(rows), poisoned(rows), int64(range(10, 60, 10)),
-        poisoned(len(starts) + 2), flags([window.maybe()]),
-    )  # fmt: skip
-
-
 def outcome_buffers(batch: Batch, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return former flags of rows, counts of requests, and counters."""
     return flags([True] * rows), poisoned(len(batch.requests) + 1), int64(range(10, 60, 10))
@@ -183,7 +170,6 @@ def accept(window: Window) -> None:
     slots = [int64([window.some(500, -1) for _ in range(batch.num_tokens)] + [-1] * padding) for _ in range(groups)]
     rows = batch.num_drafts + window.some(3)
     plan(window, batch, slots, rows)
-    plan_decode(window, batch, slots, rows)
     tokens = (batch.draft_token_ids, batch.sampled_token_ids, batch.draft_start_loc)
     window.call("acceptance_mask", *tokens)
     window.call("acceptance_mask_from_rejected", batch.num_rejected, batch.draft_start_loc, batch.num_drafts)
@@ -350,7 +336,7 @@ def shadow(window: Window) -> None:
         opened = window.call(
             "open_window", given, count, starts, draft_starts, int32(lengths),
             surrounded(torch.tensor(drafted, dtype=torch.int64).view(groups, rows)), shadow_blocks, slot_mappings,
-            tables, saved, tails, mapping, held, offsets, None, window.dice.choice((None, flags([True]))),
+            tables, saved, tails, mapping, held, offsets,
         )  # fmt: skip
         given, slot_mappings, tables, saved, tails, held = (opened[i] for i in (0, 7, 8, 9, 10, 12))
         planes = given[: len(planes)]

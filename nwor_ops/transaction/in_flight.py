@@ -74,7 +74,7 @@ class InFlightManager(DraftCommitManager):
         [1.0, 0.0]
     """
 
-    _binds = _begins_in_graph = False  # each window has its own section of the log
+    _binds = False  # each window has its own section of the log
     _closing = "defer() or cancel()"
     _in_place_of_a_copy = "make another InFlightManager, register the layers' own caches and allocate() it"
 

@@ -66,12 +66,13 @@ class _BoundCalls:
         most_requests: the calls refuse windows of more requests, before any launch.
         slot_mappings: group and tensor of each slot mapping.
         block_tables: the same for the tables; empty in mode ``"cow"``.
-        num_bonus_tokens, leading_zero, request_states: as in the window.
+        num_bonus_tokens, leading_zero: as in the window.
+        has_states: whether the window has request states.
     """
 
     __slots__ = (
-        "begin", "block_tables", "commit", "commit_tokens", "leading_zero", "most_requests", "num_bonus_tokens",
-        "numbers", "redirects", "request_states", "slot_mappings",
+        "begin", "block_tables", "commit", "commit_tokens", "has_states", "leading_zero", "most_requests",
+        "num_bonus_tokens", "numbers", "redirects", "slot_mappings",
     )  # fmt: skip
 
     def __init__(self, window: Window, groups: Sequence[str], begin: Tensor, redirects: Redirects):
@@ -83,11 +84,11 @@ class _BoundCalls:
         tables: Any = window.block_tables
         self.block_tables = [(group, tables[group]) for group in groups] if redirects else []
         self.num_bonus_tokens, self.leading_zero = window.num_bonus_tokens, window.leading_zero
-        self.request_states = window.request_states
+        self.has_states = window.request_states is not None
 
     def have_tables(self, tables: Mapping[str, Tensor] | None, states: Tensor | None) -> bool:
         """Return whether the calls serve a window with these tables and states."""
-        if tables is None or (states is None) is not (self.request_states is None):
+        if tables is None or (states is not None) is not self.has_states:
             return False
         return all(tables.get(group) is table for group, table in self.block_tables)
 
@@ -159,7 +160,6 @@ class DraftCommitManager(Stateful[Layer]):
     _layers: LayerTable
     _windows = 1  # capacity of the log, in windows
     _binds = True  # whether begin may run bound calls in place of _plan() and recovery.open()
-    _begins_in_graph = True  # whether a graph may begin windows
     _in_place_of_a_copy = "make another DraftCommitManager, register the layers' own caches and allocate() it"
 
     def __init__(
@@ -202,10 +202,7 @@ class DraftCommitManager(Stateful[Layer]):
         self.recovery: Recovery = _RECOVERIES[mode](self._layers, capacity)
         self._window: Window | None = None
         self._redirects: Redirects = []  # redirects of the open window
-        self._bound: _BoundCalls | None = None  # of the open window, or of the last one, whose begin was called
-        # The same of windows that a graph begins. Its handle of begin never runs, so it keeps the bound tensors.
-        self._bound_in_graph: _BoundCalls | None = None
-        self._captured: Window | None = None  # tensors of the graphs that begin windows
+        self._bound: _BoundCalls | None = None  # of the open window, or of the last one
         self._last: list[Tensor] = []  # slot mappings and tables of the last window that was not bound
         # Whether the open window's drafts are in row_rejected and in the counters; None: only the device knows.
         self._outcome_known: bool | None = False
@@ -214,8 +211,6 @@ class DraftCommitManager(Stateful[Layer]):
         self._cancelled = 0
         self._abandoned = 0
         self._abandoned_drafts: Tensor | int = 0
-        # Requests of the open window, or of the last one, if a graph begins it.
-        self._graph_requests: int | None = None
 
     # ------------------------------------------------------------ set-up
 
@@ -336,7 +331,6 @@ class DraftCommitManager(Stateful[Layer]):
                 redirects = bound.redirects
         except Exception as error:
             raise explained(error, self._check_window, window) from None
-        self._graph_requests = None
         self._window, self._redirects, self._ending, self._opening, self._outcome_known, self._state = (
             window, redirects, "begin", False, False, _OPEN
         )  # fmt: skip
@@ -363,148 +357,6 @@ class DraftCommitManager(Stateful[Layer]):
             self._bound, self._window, self._redirects, self._state = None, None, [], State.CLOSED
         if self._ending:
             self.begin(window)
-
-    def plan_in_graph(
-        self,
-        query_start_loc: Tensor,
-        slot_mappings: Mapping[str, Tensor],
-        enabled: Tensor,
-        seq_lens: Tensor | None = None,
-        block_tables: Mapping[str, Tensor] | None = None,
-        request_states: Tensor | None = None,
-    ) -> None:
-        """Capture the begin of later windows in a CUDA graph, before the writes of its forward.
-
-        A replay begins a window if ``enabled`` is True on the device then. :meth:`begin_in_graph` opens it before.
-
-        Args:
-            query_start_loc, enabled: as in :func:`nwor_ops.plan_decode_window`.
-            slot_mappings: as in :class:`nwor_ops.Window`.
-            seq_lens, block_tables, request_states: as in :class:`nwor_ops.Window`, for mode ``"stage"``. Requests
-                without tokens have no length, and the state -1. The forward must read tables and slots in the graph,
-                because the replay redirects them.
-
-        All tensors must keep their addresses as long as the graph is replayed. In mode ``"stage"``, all graphs of a
-        manager take tensors that begin at the same addresses.
-
-        Raises:
-            RuntimeError: a window is open; nothing is allocated; or the manager is an ``InFlightManager``.
-            ValueError: a group has no slot mapping, or, in mode ``"stage"``, no table; or there are no lengths.
-            ValueError, TypeError: as :func:`nwor_ops.plan_decode_window` and :func:`nwor_ops.open_window`.
-        """
-        self._require_begin_in_graph("plan_in_graph")
-        validation.tensor(
-            "plan_in_graph: query_start_loc", query_start_loc, torch.int32, dims=1, least=1, device=self.device
-        )
-        if query_start_loc.shape[0] - 1 > self.max_num_requests:
-            raise ValueError(
-                f"plan_in_graph: query_start_loc must have at most {self.max_num_requests} requests "
-                f"(max_num_requests), got {query_start_loc.shape[0] - 1}"
-            )
-        slots, redirects = self._of_groups("slot_mappings", slot_mappings), list[Any]()
-        # The counts of drafts follow from query_start_loc. Any tensor of their length gives the number of requests.
-        window = Window(
-            query_start_loc, query_start_loc[1:], slot_mappings, seq_lens=seq_lens, block_tables=block_tables,
-            request_states=request_states,
-        )  # fmt: skip
-        if self.mode == "stage":
-            if seq_lens is None:
-                raise ValueError('plan_in_graph: seq_lens must be a tensor in mode "stage", got None')
-            self._of_groups("block_tables", block_tables or {})
-            redirects = self.recovery.redirects(window, slots)
-        buffers = self.buffers
-        ops.plan_decode_window(
-            query_start_loc, slots, buffers.log_rows, buffers.row_slots, buffers.row_requests, buffers.row_positions,
-            buffers.counters, buffers.draft_start_loc, enabled,
-        )  # fmt: skip
-        self.recovery.open(window, redirects, enabled)
-        self._captured = window
-
-    def _of_groups(self, name: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the tensor of each group that :meth:`plan_in_graph` was given."""
-        missing = [group for group in self._groups if group not in tensors]
-        if missing:
-            raise ValueError(f"plan_in_graph: {name} must have a tensor for each group, got none for {missing}")
-        return [tensors[group] for group in self._groups]
-
-    def begin_in_graph(self, window: Window, num_requests: int) -> None:
-        """Open a window that a replay of a graph will begin (:meth:`plan_in_graph`). Nothing is launched.
-
-        End the window as any other one. :meth:`cancel` and :meth:`abandon` ask the device whether the replay has begun
-        it. In mode ``"stage"`` the replay redirects slots and tables, and copies the rows that are in their slots then.
-
-        Args:
-            window: as for :meth:`begin`. Each request has one token that is not a draft. In mode ``"stage"``, its
-                tensors except the counts begin where those of :meth:`plan_in_graph` begin.
-            num_requests: number of its requests, without padded ones.
-
-        Raises:
-            RuntimeError: a window is open already; nothing is allocated; the manager is an ``InFlightManager``; or, in
-                mode ``"stage"``, no graph begins windows.
-            ValueError, TypeError: more drafts or requests than the manager's limits; a missing slot mapping, table or
-                length; or, in mode ``"stage"``, another tensor than that of the graphs.
-        """
-        if self._state is not _CLOSED or not self._begins_in_graph:
-            self._require_begin_in_graph("begin_in_graph")
-        # The checks of begin that apply here, written out for the same reason.
-        bound, drafts, slot_mappings = self._bound_in_graph, window.num_draft_tokens, window.slot_mappings
-        if bound is not None:
-            for group, mapping in bound.slot_mappings:
-                if slot_mappings.get(group) is not mapping:
-                    bound = None
-                    break
-        if bound is not None and bound.block_tables:
-            tables: Any = window.block_tables
-            for group, table in bound.block_tables:
-                if tables is None or tables.get(group) is not table:
-                    bound = None
-                    break
-        if (
-            bound is None or num_requests > bound.most_requests
-            or (drafts is not None and not 0 <= drafts <= self.max_draft_tokens)
-            or (bound.block_tables and bound.request_states is not window.request_states)
-        ):  # fmt: skip
-            try:
-                slots = self._slot_mappings(window)
-                redirects = self.recovery.redirects(window, slots)
-                if redirects:
-                    self._require_captured(window)
-                self._bound_in_graph = self._bind(window, slots, redirects)  # for the commit
-            except Exception as error:
-                raise explained(error, self._check_window, window) from None
-        else:
-            redirects = bound.redirects
-        self._graph_requests, self._opening = num_requests, False
-        self._window, self._redirects, self._ending, self._outcome_known, self._state = (
-            window, redirects, "", False, _OPEN
-        )  # fmt: skip
-        self.buffers.window = window
-
-    def _require_begin_in_graph(self, method: str) -> None:
-        if not self._begins_in_graph:
-            raise RuntimeError(
-                f"{method}: the manager must be a DraftCommitManager, got {type(self).__name__}, whose windows have "
-                "their own parts of the log"
-            )
-        self._require(_CLOSED, method)
-
-    def _require_captured(self, window: Window) -> None:
-        """Raise if a window has other tensors than the graphs redirect. Its commit would restore them."""
-        captured = self._captured
-        if captured is None:
-            raise RuntimeError("begin_in_graph: no graph begins windows; capture plan_in_graph() first")
-
-        def check(name: str, given: Tensor | None, taken: Tensor | None) -> None:
-            if (None if given is None else given.data_ptr()) != (None if taken is None else taken.data_ptr()):
-                raise ValueError(
-                    f"begin_in_graph: window.{name} must be the tensor that plan_in_graph() was given, got another one"
-                )
-
-        for name in ("query_start_loc", "seq_lens", "request_states"):
-            check(name, getattr(window, name), getattr(captured, name))
-        for name in ("slot_mappings", "block_tables"):
-            for group in self._groups:
-                check(f"{name}[{group!r}]", getattr(window, name)[group], getattr(captured, name)[group])
 
     def _bind(self, window: Window, slot_mappings: list[Tensor], redirects: Redirects) -> _BoundCalls | None:
         """Bind the calls of begin if the last window had the same slot mappings and tables.
@@ -725,7 +577,7 @@ class DraftCommitManager(Stateful[Layer]):
     def _bound_commit(self, window: Window, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> Tensor | None:
         """Return the handle of a bound :meth:`commit`, or None if it must make its launches one by one."""
         bound = self._bound
-        if bound is None or window.num_draft_tokens == 0 or self._graph_requests is not None:
+        if bound is None or window.num_draft_tokens == 0:
             return None
         # Bound calls serve as many requests as their first one had, and begin's must not serve more. In debug mode an
         # error tells whether a row was moved only if the launches are made one by one.
@@ -761,8 +613,7 @@ class DraftCommitManager(Stateful[Layer]):
             RuntimeError: as :meth:`commit`.
             ValueError, TypeError: as :func:`nwor_ops.reject_rows_from_rejected`.
         """
-        window = self._window
-        bound = self._bound if self._graph_requests is None else self._bound_in_graph
+        bound, window = self._bound, self._window
         # The way of most steps, without the calls of the other one: each costs the host some us in a cold cache.
         if (
             bound is not None and (commit := bound.commit) is not None and window is not None
@@ -772,8 +623,6 @@ class DraftCommitManager(Stateful[Layer]):
             self._outcome_known = None
             try:
                 bound.numbers[1] = -1 if drafts is None else drafts
-                if self._graph_requests is not None:
-                    bound.numbers[0] = self._graph_requests
                 commit_bound(num_rejected, commit)
             except Exception as error:
                 raise explained(
@@ -824,9 +673,6 @@ class DraftCommitManager(Stateful[Layer]):
         if self._ending == "begin":
             self._undo_begin(window)
             return
-        if not self._ending and not self._is_planned():
-            self._end()
-            return
         self._ending = "cancel"
         self._count_as_rejected()
         self.recovery.close(window, self._redirects)
@@ -850,9 +696,6 @@ class DraftCommitManager(Stateful[Layer]):
         if self._ending == "begin":
             self._undo_begin(window)
             return
-        if not self._ending and not self._is_planned():
-            self._end()
-            return
         self._ending = "abandon"
         self._take_back_counts()
         self.buffers.num_accepted.zero_()
@@ -863,15 +706,12 @@ class DraftCommitManager(Stateful[Layer]):
         """Copy rows again that have arrived in an open window, before the slots of this step's tokens, such as a
         loader's.
 
-        Mode ``"stage"`` copies them to the pages that attention reads. Mode ``"cow"`` does nothing. A window that a
-        graph begins needs it neither: its replay copies the rows that have arrived until then.
+        Mode ``"stage"`` copies them to the pages that attention reads. Mode ``"cow"`` does nothing.
 
         Raises:
             RuntimeError: no window is open, or its cancel or abandon has begun and failed.
         """
-        window = self._window_to_commit("refresh_shadow_pages")
-        if self._graph_requests is None:
-            self.recovery.refresh(window)
+        self.recovery.refresh(self._window_to_commit("refresh_shadow_pages"))
 
     def forget_shadow_pages(self, states: Sequence[int] | None = None) -> None:
         """Discard what the shadow pages are assumed to hold, for engines that pass ``Window.request_states``.
@@ -913,15 +753,6 @@ class DraftCommitManager(Stateful[Layer]):
         if self._outcome_known is None:
             self._outcome_known = bool(self._uncounted_drafts() < self._planned_drafts(slice(None)))
         return self._outcome_known
-
-    def _is_planned(self) -> bool:
-        """Return whether the open window has begun. If a graph begins it, this synchronizes with the device.
-
-        Before the replay, the log still has the rows of the last window, and the shadow pages its slots. They must not
-        be restored.
-        """
-        in_graph = self._graph_requests is not None
-        return not in_graph or self._outcome_known is not False or int(self._uncounted_drafts()) > 0
 
     def _take_back_counts(self) -> None:
         """Uncount the outcome of this window's drafts, if it was counted."""

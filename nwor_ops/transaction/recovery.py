@@ -51,11 +51,8 @@ class Recovery(Protocol):
         exception means that :meth:`check` has an error to report.
         """
 
-    def open(self, window: Window, redirects: Redirects, enabled: Tensor | None = None) -> None:
-        """Open a window after ``plan_window``.
-
-        In a CUDA graph ``enabled`` is the flag of the plan: a replay opens a window only if it is True on the device.
-        """
+    def open(self, window: Window, redirects: Redirects) -> None:
+        """Open a window after ``plan_window``."""
 
     def put_back(self, window: Window, redirects: Redirects) -> None:
         """Restore slots and tables if :meth:`open` raised before or after any of its launches. It is idempotent."""

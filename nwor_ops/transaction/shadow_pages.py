@@ -173,9 +173,9 @@ class ShadowPages(BoundToMemory):
         for group in self.groups:
             check(f"block_tables[{group!r}]", window.block_tables[group], torch.int32, dims=2)
 
-    def open(self, window: Window, redirects: Redirects, enabled: Tensor | None = None) -> None:
+    def open(self, window: Window, redirects: Redirects) -> None:
         for launch, views, own in zip(self.launches, self._group_views, redirects, strict=True):
-            ops.open_window(**self._open(launch, views, window, own, _held(views, window)), enabled=enabled)
+            ops.open_window(**self._open(launch, views, window, own, _held(views, window)))
 
     def bind_open(self, window: Window, redirects: Redirects, plan: Tensor) -> Tensor:
         for launch, views, own in zip(self.launches, self._group_views, redirects, strict=True):
@@ -210,7 +210,7 @@ class ShadowPages(BoundToMemory):
             "caches": caches,
             "planes_per_group": launch.planes_per_group,
             "query_start_loc": window.query_start_loc,
-            "draft_start_loc": self._buffers.draft_starts_of[window.num_requests],
+            "draft_start_loc": self._buffers.draft_starts,
             "shadow_blocks": views.shadow_blocks,
             "slot_mappings": slot_mappings,
             "block_tables": block_tables,

@@ -105,7 +105,7 @@ class UndoLog(BoundToMemory):
     def redirects(self, window: Window, slot_mappings: list[Tensor]) -> Redirects:
         return []
 
-    def open(self, window: Window, redirects: Redirects, enabled: Tensor | None = None) -> None:
+    def open(self, window: Window, redirects: Redirects) -> None:
         """Do nothing: drafts are logged when they are written."""
 
     def write(

@@ -114,8 +114,6 @@ def unload() -> None:
         raise RuntimeError("nwor: cannot unload: an engine of this process has one recurrent state per request")
     for session in sessions():
         metrics.stop(session)
-        if session.at_unload is not None:
-            session.at_unload()
     _unloaded.update(_sessions)
     _sessions.clear()
     undo_all()

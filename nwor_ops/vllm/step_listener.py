@@ -47,8 +47,7 @@ class StepListener:
         """The KV connector returned from the call that :meth:`loading` announced."""
 
     def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
-        """The window is open. The forward reads these mappings, one per group. If a graph of the forward begins the
-        window, the forward is over already."""
+        """The window is open. The forward will read these mappings, one per group."""
 
     def record(
         self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]

@@ -36,69 +36,6 @@ ID_DTYPES = (torch.int32, torch.int64)
 COUNTED_BEFORE = [10, 20, 30, 40, 50]  # initial counters of `samples`
 
 
-# ---------------------------------------------------------------- plan_decode_window
-
-DECODES = {
-    "one request": (0, 5),
-    "no drafts": (0, 1, 2, 3),
-    "uniform": (0, 4, 8, 12),
-    "not uniform": (0, 1, 5, 7),
-    "padded requests": (0, 3, 6, 6, 6),
-    "only padding": (0, 0, 0),
-    "no requests": (0,),
-}
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("starts", DECODES.values(), ids=DECODES)
-def test_plan_of_a_decode(device, starts, groups):
-    """It is the plan of the same batch with counts."""
-    real = len(starts) - 1 - sum(end == starts[-1] for end in starts[:-1])
-    counts = (*(starts[q + 1] - q - 1 for q in range(real)), *[starts[-1] - real] * (len(starts) - 1 - real))
-    for rows in (counts[-1] if counts else 0, 20):
-        decode = samples.plan_decode(starts, groups=groups, rows=rows, tokens=20, enabled=True)
-        ours = layouts.assert_same_as_oracle("plan_decode_window", decode, device)
-        plan = layouts.twin(samples.plan(starts, counts, 20, groups, rows), device)
-        plan = with_arguments("plan_window", plan, draft_start_loc=layouts.twin(decode, device)[7])
-        ops.plan_window(*plan)
-        assert layouts.same_memory(ours[2:8], plan[3:9])
-
-
-def test_a_disabled_decode_changes_nothing(device):
-    """Also if its data are invalid, as those of a replay may be."""
-    for starts in ((0, 4, 5, 9), (0, 4, 2, 9), (0, 90, 95, 99)):
-        arguments = samples.plan_decode(starts, groups=2, enabled=False)
-        ours = layouts.twin(arguments, device)
-        ops.plan_decode_window(*ours)
-        assert layouts.same_memory(ours, layouts.twin(arguments, device))
-
-
-BAD_DECODES = {
-    "a request without tokens": ((0, 3, 3, 6), "except padded ones at the end, got 3 and 3 around request 1"),
-    "a decrease": ((0, 3, 2, 6), "except padded ones at the end, got 3 and 2 around request 1"),
-    "more drafts than rows": ((0, 5, 9), "drafts"),
-    "tokens beyond the slot mapping": ((0, 3, 14), "slot_mappings must cover every draft, got 12 tokens"),
-}
-
-
-@pytest.mark.debug_mode
-@pytest.mark.parametrize("case", BAD_DECODES)
-def test_an_invalid_decode_is_refused_as_a_whole(device, case):
-    starts, sentence = BAD_DECODES[case]
-    arguments = samples.plan_decode(starts, rows=20 if "tokens" in case else 6)
-    left = layouts.twin(arguments)
-    for output in left[2:6]:
-        output.fill_(-1)
-    left[7].zero_()
-    left[6][ops.COUNTERS.index("overflowed")] += 1
-    bad_input.check_bad_data("plan_decode_window", arguments, ValueError, sentence, device, left)
-
-
-def test_a_decode_begins_with_0():
-    sentence = "query_start_loc must begin with 0 and .*, got 0 and 2 around request 0"
-    layouts.refuse("plan_decode_window", samples.plan_decode((2, 4, 6)), ValueError, sentence)
-
-
 # ---------------------------------------------------------------- plan_window
 
 BATCHES = {
@@ -458,7 +395,7 @@ def _index_arguments(op):
 
 
 # Their length is the number of requests.
-OF_ANY_LENGTH = [("plan_decode_window", "query_start_loc"), *((op, "draft_start_loc") for op in OPS[2:])]
+OF_ANY_LENGTH = [(op, "draft_start_loc") for op in OPS[1:]]
 INDEX_ARGUMENTS = [case for op in OPS for case in _index_arguments(op)]
 
 
@@ -485,10 +422,6 @@ def test_index_arguments(op, name, dtype):
 
 # (op, argument): invalid values, each with the expected and the given part of the message.
 WRONG = {
-    ("plan_decode_window", "enabled"): [
-        (int32(1), "have dtype torch.bool", "torch.int32 [1]"),
-        (flags(), "be [1]", "torch.bool [0]"),
-    ],
     ("plan_window", "row_slots"): [
         (int64(*[5] * 6), "be [1 groups, num_log_rows]", "torch.int64 [6]"),
         (int64(*[5] * 12).view(2, 6), "be [1 groups, num_log_rows]", "torch.int64 [2, 6]"),
@@ -557,7 +490,7 @@ def test_wrong_slot_mappings(case):
     [(0, 3, 2, 7), (0, -5, 3, 7), (0, 2**31 - 1, 3, 7), (0, 3, 3, 2**31 - 1), (0, 7, 0, 0), (3, 3, 7, 7),
      (-1, 3, 3, 7), (2**31 - 1, 2**31 - 1, 2**31 - 1, 7)],
 )  # fmt: skip
-@pytest.mark.parametrize("op", OPS[2:])
+@pytest.mark.parametrize("op", OPS[1:])
 def test_invalid_draft_starts(device, op, starts):
     """The CPU refuses them. The device must survive them: only outputs change, and counts stay valid."""
     arguments = with_arguments(op, sample_inputs(op)[0], draft_start_loc=int32(*starts))
@@ -594,8 +527,6 @@ SHARED = [
     ("plan_window", "row_slots", "slot_mappings"),
     ("plan_window", "draft_start_loc", "cu_num_draft_tokens"),
     ("plan_window", "draft_start_loc", "row_requests"),
-    ("plan_decode_window", "log_rows", "query_start_loc"),
-    ("plan_decode_window", "draft_start_loc", "row_requests"),
     ("reject_rows", "num_accepted", "draft_start_loc"),
     ("reject_rows_from_rejected", "num_accepted", "num_rejected"),
     ("reject_rows_from_rejected", "num_accepted", "draft_start_loc"),

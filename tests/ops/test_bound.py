@@ -80,11 +80,10 @@ def named(op, arguments):
     return registry.OPS[op].arguments((), given)
 
 
-def begun(requests, device="cpu", query_start_loc=None, idx_mapping=None, runs=True):
+def begun(requests, device="cpu", query_start_loc=None, idx_mapping=None):
     """The handle of a begin with this number of requests, which have no drafts.
 
-    With `query_start_loc`, open_window is bound too. The commit takes that tensor and `idx_mapping` from the handle. If
-    the begin does not run (`runs`), the handle has the tensors that were bound.
+    With `query_start_loc`, open_window is bound too. The commit takes that tensor and `idx_mapping` from the handle.
     """
     filled = samples_accept.plan((0,) * (requests + 1), (0,) * requests, tokens=1)
     given = named("plan_window", layouts.twin(filled, device))
@@ -97,10 +96,6 @@ def begun(requests, device="cpu", query_start_loc=None, idx_mapping=None, runs=T
     of_open |= {"draft_start_loc": torch.zeros_like(given["query_start_loc"])}
     if idx_mapping is None:
         of_open["idx_mapping"] = None
-    if not runs:
-        handle = bind("plan_window", **(given | {"query_start_loc": query_start_loc}))
-        of_open |= {"query_start_loc": query_start_loc, "idx_mapping": idx_mapping}
-        return bind("open_window", handle, **of_open)
     handle = bind("open_window", handle, **of_open)
     counts = given["cu_num_draft_tokens"]
     begin_redirected_bound(query_start_loc, counts, handle, of_open["seq_lens"], idx_mapping)
@@ -181,32 +176,6 @@ def test_the_number_of_requests_of_a_begin_in_a_graph(device):
     numbers[:] = memoryview(array.array("q", [requests, given["log"].shape[1] + 1]))
     with pytest.raises(ValueError, match=r"^restore_slots_from_rejected: num_rows must be from 0 to the"):
         commit_bound(counts, handle)
-    assert layouts.same_memory(arguments, twin)
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_begin_that_never_runs(device, index):
-    """A graph begins the windows, with the tensors that were bound. Each commit says how many requests there are."""
-    op = "close_window_from_rejected"
-    arguments = sample_inputs(op, device)[index]
-    twin = layouts.twin(arguments)
-    getattr(ops, op)(*arguments)
-    given = named(op, twin)
-    requests = given["draft_start_loc"].shape[0] - 1
-    window = {name: given[name] for name in ("query_start_loc", "idx_mapping")}
-    before = begun(requests, device, **window, runs=False)
-    handle = bind(op, begun=before, **given)
-    assert bound.numbers_of(before).tolist() == [requests, -1]
-    bound.numbers_of(before)[0] = 0
-    some = layouts.twin(twin)
-    commit_bound(given["num_rejected"], handle)
-    for name in ("caches", "slot_mappings", "block_tables", "held_slots"):
-        place = argument_names(op).index(name)
-        assert layouts.same_memory(twin[place], some[place])
-    bound.numbers_of(before)[0] = requests
-    counters = given["counters"]
-    counters.copy_(some[argument_names(op).index("counters")])
-    commit_bound(given["num_rejected"], handle)
     assert layouts.same_memory(arguments, twin)
 
 

@@ -36,9 +36,6 @@ nwor::plan_window(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] s
     Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests, Tensor(d!) row_positions,
     Tensor(e!) counters, Tensor(f!) draft_start_loc, int? token_offset=None, int num_bonus_tokens=0,
     bool leading_zero=False) -> ()
-nwor::plan_decode_window(Tensor query_start_loc, Tensor[] slot_mappings, Tensor(a!) log_rows,
-    Tensor(b!) row_slots, Tensor(c!) row_requests, Tensor(d!) row_positions, Tensor(e!) counters,
-    Tensor(f!) draft_start_loc, Tensor? enabled=None) -> ()
 nwor::acceptance_mask(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor draft_start_loc) ->
     (Tensor accepted, Tensor num_accepted)
 nwor::acceptance_mask_from_rejected(Tensor num_rejected, Tensor draft_start_loc, int
@@ -105,7 +102,7 @@ nwor::open_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_star
     draft_start_loc, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks, Tensor(b!)[]
     slot_mappings, Tensor(c!)[] block_tables, Tensor(d!) saved_slots, Tensor(e!) tail_pages, Tensor?
     idx_mapping=None, Tensor(f!)? held_slots=None, Tensor? page_offsets=None, Tensor?
-    plane_table=None, Tensor? enabled=None) -> ()
+    plane_table=None) -> ()
 nwor::close_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
     draft_start_loc, Tensor row_rejected, Tensor shadow_blocks, Tensor saved_slots, Tensor
     tail_pages, Tensor(b!)[] slot_mappings, Tensor(c!)[] block_tables, Tensor? idx_mapping=None,

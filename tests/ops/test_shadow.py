@@ -191,29 +191,6 @@ def test_any_window(device, data):
     shadow_windows.assert_keeps_the_promise(make_window(**options).copy(device))
 
 
-@pytest.mark.parametrize("layers", [2, 700])
-@pytest.mark.parametrize("redirects", [True, False])
-def test_a_disabled_call_changes_nothing(device, redirects, layers):
-    """Also if its data are invalid, as those of a replay may be. The saved slots of an open window stay."""
-    window = samples.held_window(groups=2, shape=Shape(60, 4, 1, 8, 8, layers))
-    ours = window.copy(device)
-    enabled = torch.ones(1, dtype=torch.bool, device=device)
-    arguments = (*ours.open_arguments(redirects), None, enabled)
-    ops.open_window(*arguments)
-    if redirects:
-        oracle.open_window(*window.open_arguments())
-    before = layouts.twin(shadow_windows.state_of(ours))
-    enabled.fill_(False)
-    for changes in ({}, {"seq_lens": 1}, {"query_start_loc": 99}, {"idx_mapping": 77}):
-        for name, value in changes.items():
-            ours.tensors[name].fill_(value)
-            before[2][name].fill_(value)
-        ops.open_window(*arguments)
-        assert layouts.same_memory(shadow_windows.state_of(ours), before)
-    if redirects:
-        assert layouts.same_memory(shadow_windows.state_of(ours)[:2], shadow_windows.state_of(window)[:2])
-
-
 # ---------------------------------------------------------------- shadow pages that stay
 
 
@@ -489,8 +466,6 @@ WRONG_ARGUMENTS = [
     ("open_window", 0, "idx_mapping", lambda a: a[11][:3], "be [num_requests] with at least 6", f"{E} [3]"),
     ("open_window", 0, "held_slots", lambda a: a[12][:, :3].contiguous(), "be of the shape of shadow_blocks",
      "torch.int64 [1, 3, 2]"),
-    ("open_window", 0, "enabled", int32(1), "have dtype torch.bool", f"{E} [1]"),
-    ("open_window", 0, "enabled", flags(), "be [1]", "torch.bool [0]"),
     ("open_window", 0, "draft_start_loc", int32(), "be [num_requests + 1] with at least 1", f"{E} [0]"),
     ("open_window", 0, "draft_start_loc", int32(3, 3, 3, 7, 10, 12, 12), "begin with 0", "3"),
     ("close_window", 0, "draft_start_loc", int32(-1, 3, 3, 7, 10, 12, 12), "begin with 0", "-1"),
@@ -510,9 +485,6 @@ def test_wrong_argument(op, sample, argument, value, expected, got):
 
 SHARED = [
     ("open_window", "saved_slots", lambda a: a[7][0][None], r"slot_mappings\[0\] and saved_slots"),
-    ("open_window", "enabled", lambda a: a[9][0].view(torch.bool), "enabled and saved_slots"),
-    ("open_window", "enabled", lambda a: a[12][0].view(-1).view(torch.bool), "enabled and held_slots"),
-    ("open_window", "enabled", lambda a: a[8][0][0].view(torch.bool), "enabled and block_tables"),
     ("close_window_from_rejected", "counters", lambda a: a[9][0, :5], "counters and saved_slots"),
     ("close_window_from_rejected", "counters", lambda a: a[11][0][:5], "counters and slot_mappings"),
     ("close_window_from_rejected", "num_accepted", lambda a: a[10][0], "num_accepted and tail_pages"),

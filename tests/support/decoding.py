@@ -104,17 +104,14 @@ class Engine:
                 self.manager.log(name, slots)
                 put_rows(cache.planes, rows, slots.tolist())
 
-    def begin(self, batch):
-        with guard():
-            self.manager.begin(batch.window)
-
     def step(self, requests, end="commit"):
         """One window, watched: at its end slots and tables are as they were before."""
         batch = self.batch(requests)
         own = {group: slots.tolist() for group, slots in batch.slots.items()}
         tables = {group: table.clone() for group, table in self.tables.items()}
         committed = self.committed_rows()
-        self.begin(batch)
+        with guard():
+            self.manager.begin(batch.window)
         before = {name: self.bytes_of(name) for name in self.caches}
         self.forward(batch)
         self.assert_no_draft_is_in_a_page(before, batch, own)

@@ -476,7 +476,6 @@ def describe_worker(worker: Any) -> dict[str, Any]:
                 "stats": session.stats().as_dict(),
                 "audit": session.audit.summary() if session.audit else None,
                 "vanilla_steps": dict(session.vanilla_steps),
-                "begun_in_graph": session.begun_in_graph,
             }
             for session in _sessions()
         ],

@@ -310,26 +310,6 @@ def _behaviours() -> Iterator[Case]:
     )
 
 
-def _graph_begins() -> Iterator[Case]:
-    """Yield cases in which FULL graphs begin the windows of decodes. ``-k in-graph`` selects them."""
-    on, eagle = {"NWOR_BEGIN_IN_GRAPH": "1"}, {"method": "eagle"}
-    yield _case("in-graph-eagle", on, **eagle)
-    # Mixed batches run from the same graphs. Begin is called for them, and the graph's begin is turned off.
-    yield _case("in-graph-eagle-full", on, graphs="full", **eagle)
-    yield _case("in-graph-unsplit", on, graphs="unsplit", same_tokens=False)
-    yield _case("in-graph-triton-draft_model", on, "TRITON_ATTN", "full_decode_only", method="draft_model")
-    yield _case("in-graph-hybrid", on, graphs="full", model="@hybrid", expect={"kv_cache_groups": 3}, **eagle)
-    yield _case("in-graph-fp8", on, graphs="full", kv_cache_dtype="fp8", same_tokens=False, **eagle)
-    yield _case("in-graph-mla", on, "TRITON_MLA", "any", model="@mla", same_tokens=False)
-    few = {"num_gpu_blocks_override": 22, "max_model_len": 192, "graphs": "full", "same_tokens": False, **eagle}
-    yield _case("in-graph-preemption", on, use={"max_tokens": 80}, expect={"metric:num_preemptions": 1}, **few)
-    some = {"graphs": "full", "same_tokens": False, **eagle}
-    yield _case("in-graph-abort", on, use={"abort": {10: [0, 2], 16: [5]}}, **some)
-    yield _case("in-graph-not-async", on, async_scheduling=False, **some)
-    yield _case("in-graph-sleep", on, enable_sleep_mode=True, use={"rounds": 2, "sleep": True}, **some)
-
-
-GRAPH_BEGIN_CASES = list(_graph_begins())
 # Graphs for decode batches need the same number of drafts for each request. N-grams rarely do that, so perhaps none
 # of these graphs is replayed with drafts. The other drafters have such cases too.
 _FEW_GRAPHS = ("v1-flash-ngram-full_decode_only", "v2-flash-ngram-full_decode_only")
@@ -349,22 +329,6 @@ FUSED_WRITER = Case(
         },
     ),
     same_tokens=False,
-)
-# The other mode redirects slots and tables in the graph. `-k stage-in-graph` selects these cases.
-STAGE_GRAPH_BEGIN_CASES = [
-    replace(
-        case,
-        name=f"stage-{case.name}",
-        nwor=dict(STAGE),
-        more_blocks=SPARE * case.expect.get("kv_cache_groups", 1),
-    )
-    for case in GRAPH_BEGIN_CASES
-]
-# FlashInfer takes its page numbers from the tables before a replay, so begin is called as without the switch.
-CALLED_BEGIN = replace(
-    _case("stage-in-graph-flashinfer", {"NWOR_BEGIN_IN_GRAPH": "1"}, "FLASHINFER", "any", needs="flashinfer"),
-    nwor=dict(STAGE),
-    more_blocks=SPARE,
 )
 # All of them again in the other mode. FlashInfer's metadata, made for the target, is what vLLM's EAGLE goes by.
 _NOT_STAGED = (

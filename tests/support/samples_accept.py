@@ -35,14 +35,6 @@ def plan(
     )  # fmt: skip
 
 
-def plan_decode(
-    query_start_loc: tuple[int, ...] = (0, 4, 5, 9, 9, 9), enabled: bool | None = None, **options: int
-) -> tuple[Any, ...]:
-    """The batch of :func:`plan`: its requests have three, no and three drafts."""
-    starts, _, *outputs = plan(query_start_loc, **options)[:9]
-    return starts, *outputs[:-1], int32(*[77] * (len(starts) + 2)), None if enabled is None else flags(enabled)
-
-
 def accept_samples(op: str) -> list[tuple[Any, ...]]:
     if op == "plan_window":
         return [
@@ -52,8 +44,6 @@ def accept_samples(op: str) -> list[tuple[Any, ...]]:
             plan(cu_num_draft_tokens=(4, 5, 9, 10), num_bonus_tokens=1),
             plan(cu_num_draft_tokens=(0, 4, 5, 9, 10), num_bonus_tokens=1, leading_zero=True),
         ]
-    if op == "plan_decode_window":
-        return [plan_decode(), plan_decode(groups=2, enabled=True), plan_decode(enabled=False), plan_decode((0,))]
     drafts, cu = (11, 12, 13, 14, 15, 16, 17), (0, 3, 3, 7)
     sampled = torch.tensor([[11, 12, 99, -1, -1], [50, -1, -1, -1, -1], [14, 15, 16, 17, 60]])
     of_tokens = [

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from layouts import Shape
 from shadow_windows import ShadowWindow, make_window
-from tensors import flags
 
 from nwor_ops import ops
 
@@ -35,8 +34,6 @@ def shadow_samples(op: str) -> list[tuple[Any, ...]]:
             make_window(layout="vec", dtype=torch.float32).open_arguments(redirects=False),
             make_window(shape=Shape(60, 16, 2, 16, 16), amx=True).open_arguments(),
             make_window(()).open_arguments(),
-            (*held_window().open_arguments(), None, flags(True)),
-            (*held_window(groups=2).open_arguments(), None, flags(False)),
         ],
         "close_window": lambda: [
             opened(held_window()).close_arguments(),

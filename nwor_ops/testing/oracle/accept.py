@@ -10,7 +10,6 @@ from torch import Tensor
 __all__ = [
     "acceptance_mask",
     "acceptance_mask_from_rejected",
-    "plan_decode_window",
     "plan_window",
     "reject_rows",
     "reject_rows_from_rejected",
@@ -46,19 +45,6 @@ def plan_window(
                 log_rows[token] = row
                 for group, slot_mapping in enumerate(slot_mappings):
                     row_slots[group, row] = max(-1, int(slot_mapping[token]))
-
-
-def plan_decode_window(
-    query_start_loc, slot_mappings, log_rows, row_slots, row_requests, row_positions, counters,
-    draft_start_loc, enabled=None,
-) -> None:  # fmt: skip
-    if enabled is not None and not bool(enabled[0]):
-        return
-    drafts = [max(end - start - 1, 0) for start, end in itertools.pairwise(query_start_loc.tolist())]
-    plan_window(
-        query_start_loc, torch.tensor(list(itertools.accumulate(drafts)), dtype=torch.int32), slot_mappings, log_rows,
-        row_slots, row_requests, row_positions, counters, draft_start_loc,
-    )  # fmt: skip
 
 
 def acceptance_mask(draft_token_ids, sampled_token_ids, draft_start_loc):

@@ -26,10 +26,7 @@ def _requests(query_start_loc, draft_start_loc, idx_mapping):
 def open_window(
     caches, planes_per_group, query_start_loc, draft_start_loc, seq_lens, row_slots, shadow_blocks,
     slot_mappings, block_tables, saved_slots, tail_pages, idx_mapping=None, held_slots=None, page_offsets=None,
-    plane_table=None, enabled=None,
 ) -> None:  # fmt: skip
-    if enabled is not None and not bool(enabled[0]):
-        return
     block_size, num_shadows = caches[0].shape[1], shadow_blocks.shape[2]
     for g, planes in enumerate(_planes_of_groups(caches, planes_per_group)):
         for q, state, end, given, rows in _requests(query_start_loc, draft_start_loc, idx_mapping):

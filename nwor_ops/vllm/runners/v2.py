@@ -16,7 +16,6 @@ from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, runner_ho
 from nwor_ops.vllm.runners.pipeline import HOOKS as PIPELINE_HOOKS
 from nwor_ops.vllm.runners.pipeline import PipelineRank
 from nwor_ops.vllm.support.refusals import NEW_TOKENS
-from nwor_ops.vllm.transaction.graph_begin import GraphBegin
 from nwor_ops.vllm.transaction.session import Session, Step
 
 _MODULE = "vllm.v1.worker.gpu.model_runner"
@@ -45,7 +44,6 @@ class V2(RunnerAttachment):
     patched = (*RunnerAttachment.patched, "prepare_attn", "sample")
     _batch: Any = None  # the last prepared batch
     _rank: PipelineRank | None = None  # only if another pipeline rank samples
-    graph_begin: GraphBegin | None = None  # only if graphs begin windows
 
     def attach(self, config: NworConfig, logger: Any) -> Session | None:
         if self.windows > 1 and self.runner.speculative_config is not None:
@@ -54,7 +52,6 @@ class V2(RunnerAttachment):
 
     def patch(self, session: Session) -> None:
         super().patch(session)
-        self.graph_begin = GraphBegin.of_runner(session, self.runner)
         if session.windows > 1 and session.manager is not None:
             self._rank = PipelineRank(session, self.runner.pp_handler)
             session.patches.put_methods(self.runner.pp_handler, self._rank, self._rank.patched)
@@ -101,25 +98,20 @@ class V2(RunnerAttachment):
         return input_batch.query_start_loc.tolist(), drafts
 
     def _step(self, input_batch: Any) -> Step:
-        window = Window(
-            query_start_loc=input_batch.query_start_loc,
-            cu_num_draft_tokens=input_batch.cu_num_logits,
-            slot_mappings=self.session.slot_mappings,
-            num_draft_tokens=input_batch.num_draft_tokens,
-            num_bonus_tokens=1,  # vLLM counts logits, and its counts start with a zero
-            leading_zero=True,
-            seq_lens=input_batch.seq_lens,
-            block_tables=self.block_tables,
-            request_states=input_batch.idx_mapping,
-        )
-        graph_requests = None
-        if (graph := self.graph_begin) is not None and graph.serves(input_batch):
-            window, graph_requests = graph.described(window, input_batch), input_batch.num_reqs
         return Step(
-            window,
+            Window(
+                query_start_loc=input_batch.query_start_loc,
+                cu_num_draft_tokens=input_batch.cu_num_logits,
+                slot_mappings=self.session.slot_mappings,
+                num_draft_tokens=input_batch.num_draft_tokens,
+                num_bonus_tokens=1,  # vLLM counts logits, and its counts start with a zero
+                leading_zero=True,
+                seq_lens=input_batch.seq_lens,
+                block_tables=self.block_tables,
+                request_states=input_batch.idx_mapping,
+            ),
             on_host=functools.partial(self._counts, input_batch),
             new_states=self._new_states(input_batch) if self.entering else (),
-            graph_requests=graph_requests,
         )
 
     def _new_states(self, input_batch: Any) -> list[int]:
@@ -147,9 +139,6 @@ class V2(RunnerAttachment):
         if input_batch.num_draft_tokens > 0:
             # Commit before the results are sent to the host. After the host has them, the scheduler may reuse blocks,
             # and connectors may store their contents.
-            if self.graph_begin is not None and self.session.begins_in_graph and not self.graph_begin.replayed:
-                error = RuntimeError("run_fullgraph: the graph of this step must be replayed, another forward ran")
-                self.session.go_on_without("begin", error)
             _, num_sampled, num_rejected = output
             self.session.commit(lambda manager: manager.commit_rejected(num_rejected), num_sampled=num_sampled.tolist)
         return output

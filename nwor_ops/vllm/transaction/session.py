@@ -45,13 +45,11 @@ class Step(NamedTuple):
             synchronize; called only if a listener needs them.
         new_states: request states of this window whose pages may have belonged to another request since the last
             window. Only states of requests with drafts.
-        graph_requests: number of requests if the graph of the forward begins the window; None: begin is called.
     """
 
     window: Window
     on_host: Callable[[], tuple[Sequence[int], Sequence[int]]]
     new_states: Sequence[int] = ()
-    graph_requests: int | None = None
 
 
 _EVENTS = tuple(name for name, member in vars(StepListener).items() if callable(member))
@@ -78,7 +76,6 @@ class Session:
             only so that its summary can be read.
         host_seconds: time that the host has spent in :meth:`begin` and :meth:`commit`.
         errors: counts the errors of this session.
-        at_unload: called when the plugin is unloaded under the engine, whose graphs are replayed further.
         listeners: the objects that are notified of each event, in this order.
         needs_begin: whether a listener needs the inputs of each step on the host.
         patches: the patches of the runner, its target layers and its KV connector.
@@ -105,7 +102,6 @@ class Session:
         self._logger = logger
         self._step: Step | None = None
         self.begun = 0  # number of windows, counted on the host before the device counts them
-        self.begun_in_graph = 0  # number of windows that graphs begin
         self.loads = True  # whether a connector loads rows for the current step within that step
         self._pages_stay = False  # whether shadow pages may hold rows for the next window
         self.slot_mappings = slot_mappings
@@ -116,7 +112,6 @@ class Session:
         self.audit: CacheAudit | None = None
         self._set_listeners(())
         self.patches = Patches(TRANSACTION)
-        self.at_unload: Callable[[], None] | None = None
         self.manager: DraftCommitManager | None = None
         if config.mode != "off":
             self.manager = self._make_manager(
@@ -189,26 +184,15 @@ class Session:
                 if step.new_states:
                     manager.forget_shadow_pages(step.new_states)
                 self._pages_stay = self.shadow_blocks is not None
-                if step.graph_requests is None:
-                    manager.begin(step.window)
-                else:
-                    manager.begin_in_graph(step.window, step.graph_requests)
-                    self.begun_in_graph += 1
+                manager.begin(step.window)
             except Exception as error:
                 self.go_on_without("begin", error)
                 return
             self._step = step
-            if step.graph_requests is None:
-                self.opened()
+            for listener in self._hearing["opened"]:
+                listener.opened(step.window.slot_mappings)
         finally:
             self.host_seconds += time.perf_counter() - started
-
-    def opened(self) -> None:
-        """Notify the listeners that the window of the current step is open. If a graph begins it, call this after the
-        replay."""
-        assert self._step is not None
-        for listener in self._hearing["opened"]:
-            listener.opened(self._step.window.slot_mappings)
 
     def skip(self) -> None:
         """Run a step without a window; call it in place of :meth:`begin`.
@@ -420,11 +404,6 @@ class Session:
     def in_window(self) -> bool:
         """Whether the window of the current step is still open."""
         return self._step is not None
-
-    @property
-    def begins_in_graph(self) -> bool:
-        """Whether the window of the current step is open, and the graph of its forward begins it."""
-        return self._step is not None and self._step.graph_requests is not None
 
     def stats(self) -> Stats:
         """Return the totals so far. Synchronizes with the device."""

@@ -1,7 +1,6 @@
 """Audit of mode ``"stage"``: at no time during a step does a page of a request hold a rejected row.
 
-- After a window is opened, every draft names a slot of a shadow page of its group. (If a graph of the forward opens it,
-  this is checked after the replay.)
+- After a window is opened, every draft names a slot of a shadow page of its group.
 - After the forward and again before sampling, two things hold. The shadow page of a request's first draft holds the
   committed rows of the page that it replaces, because attention reads them there. Outside the shadow pages only the
   rows of tokens that were not redirected have changed since the step began. These are prompts, and tokens before the
@@ -129,11 +128,11 @@ class StageAudit(CacheAudit):
         try:
             super().commit(num_sampled, undone)
         finally:
-            self._redirected, self._forwarded = {}, {}
+            self._redirected = {}
 
     def drop(self) -> None:
         super().drop()
-        self._redirected, self._forwarded = {}, {}
+        self._redirected = {}
 
     def slot_states(self) -> dict[str, Tensor]:
         """Return the state of each slot, as :meth:`CacheAudit.slot_states` does. Slots of shadow pages are SHADOW."""

@@ -76,17 +76,6 @@ _TABLE_READERS = (
     _BACK_ENDS + "mla.triton_mla.TritonMLAImpl",
     _BACK_ENDS + "mla.flashattn_mla.FlashAttnMLAImpl",
 )
-# Builders of metadata that take the runner's block table as it is, and compute nothing from tables or slots. (They
-# schedule from lengths.) So a FULL graph reads the tables when it is replayed, after a begin at its head.
-_TABLE_BUILDERS = tuple(
-    _BACK_ENDS + name
-    for name in (
-        "flash_attn.FlashAttentionMetadataBuilder",
-        "triton_attn.TritonAttentionMetadataBuilder",
-        "mla.flashattn_mla.FlashAttnMLAMetadataBuilder",
-        "mla.triton_mla.TritonMLAMetadataBuilder",
-    )
-)
 _UNRELIABLE = ("int4_per_token_head",)
 _FORMATS = {
     "auto": "auto",
@@ -157,25 +146,6 @@ def table_copies(runner: Any, layers: list[TargetLayer], borrowers: Iterable[str
     names = (*(layer.name for layer in layers), *sorted(borrowers))
     impls = {name: qualified_name(context[name].impl) for name in names}
     return {name: impl for name, impl in impls.items() if impl not in _TABLE_READERS}
-
-
-def read_tables_in_graphs(runner: Any, groups: Iterable[str]) -> bool:
-    """Return whether all metadata of some KV-cache groups leave the block tables to the forward.
-
-    Builders of any other class may gather pages before a replay, and so miss what a begin in the graph redirects. They
-    may be FlashInfer's, those of sparse or chunked attention, or subclasses of the known ones.
-
-    Args:
-        runner: a V2 runner, with its cache bound.
-        groups: numbers of KV-cache groups. All their layers count, those of a drafter too.
-    """
-    return all(
-        # A back end with another block size gets a converted copy of the table.
-        of_back_end.kernel_block_size is None
-        and all(qualified_name(builder) in _TABLE_BUILDERS for builder in of_back_end.metadata_builders)
-        for group in groups
-        for of_back_end in runner.attn_groups[int(group)]
-    )
 
 
 def _layers_of_groups(kv_cache_config: Any) -> Iterator[tuple[str, str, Any]]:
