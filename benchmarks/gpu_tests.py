@@ -26,7 +26,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Left out under a sanitizer: graphs, compilers, subprocesses and large caches. They are slow there and add no kernel.
 SANITIZED = (
     "(layout or transaction or micro or acceptance or samples or placement or no_numbers or bad_data "
-    "or plane_table or leading_zero or norm_is) "
+    "or plane_table or leading_zero or norm_is or chunks_across_a_boundary or chunks_wherever) "
     "and not (compile or opcheck or graph or test_debug or any_counts or equals_a_run)"
 )
 # gpu_engines.py runs vLLM's engines of tests/gpu/vllm. Long tests first.
@@ -64,15 +64,20 @@ def test_rows(found: Iterable[Counter[str]]) -> list[Row]:
     ]
 
 
+def sanitized_files() -> list[pathlib.Path]:
+    """Return the files with tests for the sanitizers, long ones first."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--device", "cuda", "-k", SANITIZED]
+    done = subprocess.run([*command, *map(str, FILES)], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = {ROOT / line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    return [file for file in FILES if file in found]
+
+
 def sanitizer_errors(tool: str, file: pathlib.Path) -> int:
     done = pytest(file, "-k", SANITIZED, under=("compute-sanitizer", "--tool", tool, "--print-limit", "5"))
-    if re.search(r"^\d+ deselected in", done.stdout, re.MULTILINE):
-        return 0  # the sanitizers run nothing of this file
     found = re.search(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", done.stdout + done.stderr)
     if found is None or " passed" not in done.stdout:
-        raise RuntimeError(
-            f"compute-sanitizer --tool {tool}, {file}, did not finish:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-        )
+        ends = [output[:3000] + "\n...\n" + output[-3000:] for output in (done.stdout, done.stderr)]
+        raise RuntimeError(f"compute-sanitizer --tool {tool}, {file}, did not finish:\n{''.join(ends)}")
     if found[1] != "0":
         print(done.stdout[-6000:])
     return int(found[1])
@@ -80,9 +85,11 @@ def sanitizer_errors(tool: str, file: pathlib.Path) -> int:
 
 def main() -> None:
     folder = asked_folder(__doc__)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each keeps one processor busy, but hardly the GPU
+    sanitized = sanitized_files()
+    # Each keeps one processor busy, but hardly the GPU.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         tests = pool.map(outcomes, FILES)
-        sanitizers = {tool: pool.map(partial(sanitizer_errors, tool), FILES) for tool in TOOLS}
+        sanitizers = {tool: pool.map(partial(sanitizer_errors, tool), sanitized) for tool in TOOLS}
     rows = test_rows(tests)
     rows += [row(f"compute_sanitizer/{tool}", [sum(found)], "errors", "lower", 0) for tool, found in sanitizers.items()]
     save(this_machine(), "gpu_tests", rows, folder)

@@ -31,6 +31,7 @@ from nwor_ops.testing.random_windows import FAMILIES, run_window
 
 SHARE_OF_OPS = 0.1  # share of the time, if there is an engine too
 SLICE_SECONDS = 1.0  # an engine runs so long between two steps of the progress
+LAST_SECONDS = 20.0  # then requests that have not ended are aborted
 PATIENCE_SECONDS = 3600.0  # a large model may be downloaded and compiled
 _AUDIT_ERROR = re.compile(r"\bAuditError: (.+)$", re.MULTILINE)
 _INVALID = "InvalidArguments: "
@@ -241,12 +242,17 @@ def _audit_engine(engine: EngineProcess, seconds: float, stage: Stage, result: R
         with stage(doing, None):
             engine.ask("start")
         started = True
-        slices = max(1, round(seconds / SLICE_SECONDS))
+        slices, shown = max(1, round(seconds / SLICE_SECONDS)), 0
         with stage("serving random requests", slices) as advance:
-            for _ in range(slices):
-                result.engine["requests"] = engine.ask(f"serve {min(seconds, SLICE_SECONDS):.2f}")
-                advance()
-            result.engine |= engine.ask("finish")
+            began = time.monotonic()
+            while shown == 0 or time.monotonic() < began + seconds:  # a step of a large cache may take seconds
+                rest = began + seconds - time.monotonic()
+                result.engine["requests"] = engine.ask(f"serve {max(0.0, min(rest, SLICE_SECONDS)):.2f}")
+                passed = min(slices, max(shown + 1, int((time.monotonic() - began) / SLICE_SECONDS)))
+                for _ in range(passed - shown):
+                    advance()
+                shown = passed
+            result.engine |= engine.ask(f"finish {LAST_SECONDS}")
         if not _audited_windows(result.engine["audits"]):
             result.outcome = Outcome.NOTHING
     except EngineFailed as error:

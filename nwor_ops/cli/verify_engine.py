@@ -6,7 +6,8 @@ first reads the arguments, and answers with the versions. Each line of stdin is 
 
 - ``start``: start the engine. Its environment switches the audit on.
 - ``serve SECONDS``: add, abort and serve random requests for this time, for one step at least.
-- ``finish``: serve the requests that still run to their ends, and return what was audited.
+- ``finish SECONDS``: serve the requests that still run, abort those that have not ended after this time, and return
+  what was audited.
 
 An error of the audit ends the process. Its log then has the line ``AuditError: ...``.
 """
@@ -30,7 +31,9 @@ MOST_TOKENS = 64  # in an answer
 LONGEST_PROMPT = 1500
 REMEMBERED = 50  # prompts that may come again
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 1.0)
-AUDITED_CACHE_BYTES = 2 << 30
+# Defaults of a GPU engine, which the user's arguments override. The audit keeps copies of the whole cache and compares
+# all of it at each step. A small cache fits neither a long context nor the states of a thousand requests.
+SMALL_ENGINE = {"kv_cache_memory_bytes": 1 << 29, "max_num_seqs": 64, "max_model_len": -1}  # -1: as long as fits
 
 
 class InvalidArguments(ValueError):
@@ -47,7 +50,6 @@ class AuditedEngine:
     def __init__(self, job: dict[str, Any]) -> None:
         self._dice = random.Random(job["seed"])
         self._config = read_arguments(job["arguments"])
-        bound_cache(self._config)
         self._texts: list[str] = job["prompts"]
         self._counts: Counter[str] = Counter()
         self._running: dict[str, int] = {}  # by request: the number of tokens after which it is aborted, or 0
@@ -70,7 +72,7 @@ class AuditedEngine:
         command, *numbers = line.split()
         if command == "start":
             return self.start()
-        return self.serve(float(numbers[0])) if command == "serve" else self.finish()
+        return self.serve(float(numbers[0])) if command == "serve" else self.finish(float(numbers[0]))
 
     def start(self) -> dict[str, Any]:
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -94,9 +96,13 @@ class AuditedEngine:
             self._step()
         return dict(self._counts)
 
-    def finish(self) -> dict[str, Any]:
-        while self._running:
+    def finish(self, seconds: float) -> dict[str, Any]:
+        until = time.monotonic() + seconds
+        while self._running and time.monotonic() < until:
             self._step()
+        self._counts["aborted"] += len(self._running)
+        self._engine.abort_request(list(self._running))
+        self._running.clear()
         return {"requests": dict(self._counts), "audits": self._audits()}
 
     def _step(self) -> None:
@@ -173,13 +179,14 @@ def read_arguments(arguments: list[str]) -> Any:
         InvalidArguments: vLLM's parser or its configuration refuses them.
     """
     import vllm.logger  # noqa: F401  # it keeps the stderr of now, not the one below
+    from vllm.platforms import current_platform
 
     from nwor_ops.vllm.preview import InvalidEngine, configure
 
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            config = configure(arguments)
+            config = configure(arguments, **(SMALL_ENGINE if current_platform.is_cuda() else {}))
     except SystemExit:
         lines = [line for line in said.getvalue().splitlines() if line.strip()]
         raise InvalidArguments(lines[-1] if lines else "its parser does not know them") from None
@@ -190,17 +197,6 @@ def read_arguments(arguments: list[str]) -> Any:
     if config.parallel_config.data_parallel_size > 1:
         raise InvalidArguments("--data-parallel-size must be 1: the ranks of a dense model are separate engines")
     return config
-
-
-def bound_cache(config: Any) -> None:
-    """Give a GPU engine a small cache if its arguments do not set the size: the audit keeps copies of the whole cache.
-
-    Args:
-        config: vLLM's configuration; changed.
-    """
-    cache = config.cache_config
-    if config.device_config.device_type == "cuda" and not cache.num_gpu_blocks_override:
-        cache.kv_cache_memory_bytes = cache.kv_cache_memory_bytes or AUDITED_CACHE_BYTES
 
 
 def audits_in(worker: Any) -> dict[str, Any]:

@@ -162,8 +162,12 @@ def describe_gpu(capability: tuple[int, int], memory: int) -> Machine:
 # ---------------------------------------------------------------- the configuration
 
 
-def configure(arguments: Sequence[str]) -> Any:
+def configure(arguments: Sequence[str], **defaults: Any) -> Any:
     """Return vLLM's configuration for the arguments of ``vllm serve``.
+
+    Args:
+        arguments: the arguments.
+        defaults: values of arguments that are not given, by the names of vLLM's ``EngineArgs``.
 
     Raises:
         SystemExit: an argument is unknown or malformed; vLLM's parser has printed the reason.
@@ -175,7 +179,7 @@ def configure(arguments: Sequence[str]) -> Any:
 
     parser = FlexibleArgumentParser(prog="vllm")
     serve = ServeSubcommand()
-    serve.subparser_init(parser.add_subparsers(dest="subparser"))
+    serve.subparser_init(parser.add_subparsers(dest="subparser")).set_defaults(**defaults)
     parsed = parser.parse_args(["serve", *arguments])
     if getattr(parsed, "model_tag", None) is not None:
         parsed.model = parsed.model_tag

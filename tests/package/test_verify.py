@@ -9,7 +9,6 @@ import json
 import os
 import tarfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from nwor_ops import ops
-from nwor_ops.cli import verify, verify_archive, verify_engine
+from nwor_ops.cli import verify, verify_archive
 from nwor_ops.cli.verify import InvalidOptions, Outcome, VerifyOptions, check_options, run_verify
 from nwor_ops.cli.verify_archive import Redaction, allowed_environment, write_archive
 from nwor_ops.testing.engine_process import EngineProcess
@@ -152,6 +151,19 @@ def test_an_engine_that_ends_in_any_way(command, failure, verified, outcome, vio
     assert (found["exit_code"], found["violation"], found["ok"]) == (outcome, violation, outcome == Outcome.FINE)
     log = contents(tmp_path / "found.tar.gz").get("nwor-verify/engine.log", "")
     assert (violation in log) == (outcome == Outcome.ENGINE) if violation else not log
+
+
+@pytest.mark.parametrize(("step_seconds", "fewest", "most"), [(0.0, 20, 10**6), (0.4, 1, 4)])
+def test_the_engine_serves_until_the_time_is_over(step_seconds, fewest, most, tmp_path, monkeypatch):
+    """With a large cache one step may take longer than a step of the progress."""
+    log = tmp_path / "commands"
+    failure = f"__import__('time').sleep({step_seconds}); open({str(log)!r}, 'a').write(line)"
+    program = ANSWERS.replace("COMMAND", "serve").replace("FAILURE", failure).replace("VERIFIED", "9")
+    start_program(tmp_path, program, monkeypatch)
+    monkeypatch.setattr(verify, "SLICE_SECONDS", 0.05)
+    given = options(tmp_path, arguments=("MODEL",), minutes=1 / 60)
+    assert run_verify(given, as_json=True) == Outcome.FINE
+    assert fewest <= len(log.read_text().splitlines()) <= most
 
 
 def test_invalid_arguments_of_vllm(tmp_path, monkeypatch):
@@ -297,18 +309,3 @@ def test_the_archive_names_nobody(tmp_path):
 
 def test_no_allowed_variable_is_secret():
     assert not any(verify_archive._SECRET_NAME.search(name) for name in verify_archive.ALLOWED_VARIABLES)
-
-
-@pytest.mark.parametrize(
-    ("kind", "blocks", "given", "found"),
-    [
-        ("cuda", None, None, verify_engine.AUDITED_CACHE_BYTES),
-        ("cuda", None, 123, 123),
-        ("cuda", 500, None, None),
-        ("cpu", None, None, None),
-    ],
-)
-def test_a_gpu_engine_gets_a_small_cache(kind, blocks, given, found):
-    cache = SimpleNamespace(num_gpu_blocks_override=blocks, kv_cache_memory_bytes=given)
-    verify_engine.bound_cache(SimpleNamespace(device_config=SimpleNamespace(device_type=kind), cache_config=cache))
-    assert (cache.num_gpu_blocks_override, cache.kv_cache_memory_bytes) == (blocks, found)

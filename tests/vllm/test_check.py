@@ -15,7 +15,8 @@ import pytest
 from engines import ENGINE, NGRAM, Engines, model_folder, prompts
 
 from nwor_ops.cli.check import Outcome, as_json, outcome_of, print_preview
-from nwor_ops.vllm.preview import Preview, Reason, Verdict, look
+from nwor_ops.cli.verify_engine import SMALL_ENGINE
+from nwor_ops.vllm.preview import Preview, Reason, Verdict, configure, look
 from nwor_ops.vllm.support.refusals import REFUSALS
 
 # The arguments of vllm serve for the engines of these tests.
@@ -187,3 +188,12 @@ def test_the_arguments_that_refusals_name_are_vllms() -> None:
     named = {option for refusal in REFUSALS for option in re.findall(r"(?<!\S)--[a-z-]+", refusal.change)}
     assert len(named) > 15
     assert named - known == set()
+
+
+def test_arguments_override_the_defaults_of_a_small_engine() -> None:
+    words = [model_folder(), "--skip-tokenizer-init"]
+    small = configure(words, **SMALL_ENGINE)
+    given = configure([*words, "--max-num-seqs", "8", "--max-model-len", "64"], **SMALL_ENGINE)
+    assert (small.scheduler_config.max_num_seqs, given.scheduler_config.max_num_seqs) == (64, 8)
+    assert (small.model_config.original_max_model_len, given.model_config.max_model_len) == (-1, 64)
+    assert small.cache_config.kv_cache_memory_bytes == given.cache_config.kv_cache_memory_bytes == 1 << 29
