@@ -505,7 +505,7 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
     """Remove NWOR from this worker, or attach it again, between two steps. Return the number of windows begun so far.
 
     Weights, caches, compiled code and drafter stay, so the two sides differ only by NWOR. Only FULL graphs contain a
-    writer or a begin. If one was patched, the first call captures them again for both sides in turn, `captures` times;
+    writer. If one was patched, the first call captures them again for both sides in turn, `captures` times;
     no request may run then. `capture` selects the capture to use from now on. The comparison of counters in the
     scheduler stops too, since it is in this process. Three things remain if NWOR is off. A thread reads the counters
     twice a second and may fetch them. A call around the scheduler's update notes how many tokens each request got. In
@@ -520,8 +520,7 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
             raise RuntimeError("nwor_ops patched nothing in this engine")
         worker.nwor_after_step = watch._after_step
         worker.nwor_graphs = []
-        in_graphs = ("do_kv_cache_update", "run_fullgraph")
-        if full_graphs(runner) and any(name in in_graphs for _, name, _ in worker.nwor_parts):
+        if full_graphs(runner) and any(name == "do_kv_cache_update" for _, name, _ in worker.nwor_parts):
             for number in range(captures):
                 graphs = {}
                 for side in (False, True):

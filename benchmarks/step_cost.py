@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from results import Row, alternating, asked_folder, ratios, row, save, this_machine
@@ -48,24 +47,6 @@ class CountLaunches(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         self.count += func.namespace == "nwor"
         return func(*args, **(kwargs or {}))
-
-
-class Recorded(TorchDispatchMode):
-    """Record the calls of our ops without running them, as the capture of a CUDA graph does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Callable[[], object]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func.namespace != "nwor":
-            return func(*args, **(kwargs or {}))
-        self.calls.append(partial(func, *args, **(kwargs or {})))
-        return None
-
-    def replay(self) -> None:
-        for call in self.calls:
-            call()
 
 
 def make_layer(packed: bool) -> LayerCache:

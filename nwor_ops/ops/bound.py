@@ -98,7 +98,7 @@ def bind(op: str, after: Tensor | None = None, begun: Tensor | None = None, **ar
 def numbers_of(begun: Tensor) -> memoryview:
     """Return the two numbers of a begin's handle, int64, which a commit reads.
 
-    - The number of requests: begin writes it. The caller writes that of a window that a CUDA graph began.
+    - The number of requests: begin writes it.
     - ``num_rows``, as in ``restore_slots``: the caller writes it before a commit; -1 = not given.
 
     The handle must live longer.

@@ -153,8 +153,8 @@ def test_calls_run_in_the_order_of_binding(device):
     assert layouts.same_memory(*twins)
 
 
-def test_the_number_of_requests_of_a_begin_in_a_graph(device):
-    """It is written in place of the number that the last call of begin had."""
+def test_the_numbers_of_a_handle_are_checked(device):
+    """A commit checks the numbers in the memory of its begin's handle, whoever has written them."""
     op = "restore_slots_from_rejected"
     arguments = sample_inputs(op, device)[1]
     twin, given = layouts.twin(arguments), named(op, arguments)
