@@ -210,15 +210,19 @@ async def run_client(target: Target, plan: Plan, number: int, until: float, prom
 
 
 def host_mib(process: int) -> float:
-    """Return the resident memory of a process and its children, in MiB. Shared pages count once (PSS)."""
+    """Return the memory of a process and its children without mapped files, in MiB. Shared pages count once.
+
+    The files of torch and CUDA are left out: their share grows if other programs that map them end.
+    """
     import psutil
 
     total = 0
     parent = psutil.Process(process)
     for each in [parent, *parent.children(recursive=True)]:
-        with contextlib.suppress(psutil.Error):
-            total += each.memory_full_info().pss
-    return total / 2**20
+        with contextlib.suppress(OSError, psutil.Error):
+            rollup = pathlib.Path(f"/proc/{each.pid}/smaps_rollup").read_text()
+            total += sum(map(int, re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB$", rollup, re.MULTILINE)))
+    return total / 2**10
 
 
 def gpu_mib() -> float | None:
