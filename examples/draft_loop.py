@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from paged_drafter import DrafterConfig, PagedDrafter, PagedMetadata, PagedMetadataAdapter
-from paged_llama import make_caches
+from paged_llama import init_weights, make_caches
 from torch import Tensor
 
 from nwor_ops import ops
@@ -141,7 +141,7 @@ class Drafter:
         self.block_tables = order.int().view(max_num_reqs, columns).to(device)
         self.caches = make_caches(config, max_num_reqs * columns, config.block_size, device)
         self.model = PagedDrafter(config, self.caches, self.block_tables)
-        self.model.init_weights(0, config.init_scale)
+        init_weights(self.model, 0, config.init_scale)
         self.model.to(device=device, dtype=dtype)
 
         self.buffers = DraftBuffers.allocate(max_num_reqs, num_drafts, device, max_num_tokens=tokens)

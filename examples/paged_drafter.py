@@ -169,12 +169,3 @@ class PagedDrafter(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden).float()
-
-    @torch.no_grad()
-    def init_weights(self, seed: int, scale: float) -> None:
-        """Set the same weights on every device."""
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                spread = scale / parameter.shape[1] ** 0.5
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)

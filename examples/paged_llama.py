@@ -204,11 +204,12 @@ class PagedLlama(nn.Module):
             x = block(x, batch)
         return self.head(self.norm(x))
 
-    @torch.no_grad()
-    def init_weights(self, seed: int, scale: float) -> None:
-        """Set the same weights on every device."""
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                spread = scale / parameter.shape[1] ** 0.5
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int, scale: float) -> None:
+    """Set the same weights on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            spread = scale / parameter.shape[1] ** 0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)

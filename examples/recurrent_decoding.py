@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-from paged_llama import Attention, Batch, Block, LlamaConfig, PagedLlama, make_caches
+from paged_llama import Attention, Batch, Block, LlamaConfig, PagedLlama, init_weights, make_caches
 from speculative_decoding import BLOCK_SIZE, Request, make_prompts, prompt_lookup
 from torch import Tensor, nn
 
@@ -88,8 +88,7 @@ class HybridLlama(PagedLlama):
         self.repetition = config.repetition
 
     @torch.no_grad()
-    def init_weights(self, seed: int, scale: float) -> None:
-        super().init_weights(seed, scale)
+    def favour_repetition(self) -> None:
         vocabulary, hidden = self.head.weight.shape
         self.embedding.weight *= hidden**0.5
         successors = (torch.arange(vocabulary) + 8) % vocabulary
@@ -168,7 +167,8 @@ class HybridEngine:
         self.states.allocate()
 
         model = HybridLlama(config, self.caches, self.manager, self.states)
-        model.init_weights(seed, config.init_scale)
+        init_weights(model, seed, config.init_scale)
+        model.favour_repetition()
         self.model = model.to(device)
         # fullgraph: neither manager.write nor states.verify is a graph break, and no state is copied.
         self.forward = torch.compile(self.model, fullgraph=True, dynamic=False) if compile else self.model

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
-from paged_llama import Batch, LlamaConfig, PagedLlama, make_caches
+from paged_llama import Batch, LlamaConfig, PagedLlama, init_weights, make_caches
 from torch import Tensor
 
 from nwor_ops import DraftCommitManager, LayerCache, Window, num_shadow_blocks
@@ -107,7 +107,7 @@ class Engine:
         self.manager.allocate()
 
         model = PagedLlama(config, layer_names, self.caches, self.manager)
-        model.init_weights(seed, config.init_scale)
+        init_weights(model, seed, config.init_scale)
         self.model = model.to(device)
         # fullgraph: manager.write is not a graph break. dynamic=False: one graph per batch size above.
         self.forward = torch.compile(self.model, fullgraph=True, dynamic=False) if compile else self.model

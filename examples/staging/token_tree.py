@@ -29,7 +29,7 @@ from nwor_ops import LayerCache, StagingBuffer
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # the folder of the next two modules
 
-from paged_llama import Attention, Batch, LlamaConfig, PagedLlama, make_caches
+from paged_llama import Attention, Batch, LlamaConfig, PagedLlama, init_weights, make_caches
 from speculative_decoding import BLOCK_SIZE, Request, make_prompts
 
 NO_PARENT = -1
@@ -106,7 +106,7 @@ class TreeVerifier:
         self.caches = make_caches(config, self.num_blocks, BLOCK_SIZE, device)
         layer_names = [f"layers.{index}" for index in range(config.num_layers)]
         model = PagedLlama(config, layer_names, self.caches, self.set_up(layer_names), self.attention)
-        model.init_weights(seed, config.init_scale)
+        init_weights(model, seed, config.init_scale)
         self.model = model.to(device)
 
     def set_up(self, layer_names: list[str]) -> StagingBuffer | None:

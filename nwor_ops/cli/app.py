@@ -220,7 +220,7 @@ def bench(
             temperature=temperature,
             client_arguments=parse_words("--client-args", client_args or ""),
             vanilla_arguments=parse_words("--vanilla-args", vanilla_args or ""),
-            vanilla_environment=parse_variables("--vanilla-env", vanilla_env or []),
+            vanilla_environment=parse_variables(vanilla_env or []),
             restart=restart,
             control=control,
         )

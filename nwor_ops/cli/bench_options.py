@@ -108,8 +108,8 @@ def parse_requests(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def parse_variables(option: str, texts: list[str]) -> dict[str, str]:
-    """Parse a list of ``NAME=VALUE``.
+def parse_variables(texts: list[str]) -> dict[str, str]:
+    """Parse a list of ``NAME=VALUE``, the values of ``--vanilla-env``.
 
     Raises:
         ValueError: one of them has another form, or is a setting of the plugin.
@@ -118,9 +118,9 @@ def parse_variables(option: str, texts: list[str]) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"{option} must be NAME=VALUE, got {text!r}")
+            raise ValueError(f"--vanilla-env must be NAME=VALUE, got {text!r}")
         if is_ours(name):
-            raise ValueError(f"{option}: {name} is a setting of nwor_ops, and the vanilla side runs without it")
+            raise ValueError(f"--vanilla-env: {name} is a setting of nwor_ops, and the vanilla side runs without it")
         found[name] = value
     return found
 
@@ -145,12 +145,21 @@ def check_options(options: BenchOptions) -> None:
     """
     if options.prompts != RANDOM:
         _check_prompts(pathlib.Path(options.prompts), options.output_tokens is not None)
-    if options.output.exists() and not options.output.is_dir():
-        raise ValueError(f"--output: {options.output} is a file, not a folder")
+    create_output(options.output)
+
+
+def create_output(folder: pathlib.Path) -> None:
+    """Create the folder of ``--output``.
+
+    Raises:
+        ValueError: it cannot be created; the message is a sentence.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output: {folder} is a file, not a folder")
     try:
-        options.output.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--output: {options.output} cannot be created: {error.strerror}") from None
+        raise ValueError(f"--output: {folder} cannot be created: {error.strerror}") from None
 
 
 def _check_prompts(path: pathlib.Path, has_length: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nwor_ops.cli.bench_options import create_output
 from nwor_ops.testing.tiny_llama import TIMED_SIZE, Size
 
 SIDES = ("vanilla", "nwor")
@@ -67,12 +68,7 @@ def check_options(options: DemoOptions) -> None:
             raise ValueError(f"{option}: {model} is a file, not the folder of a model")
         elif not (folder / "config.json").is_file():
             raise ValueError(f"{option}: {model} has no config.json, so it is not the folder of a model")
-    if options.output.exists() and not options.output.is_dir():
-        raise ValueError(f"--output: {options.output} is a file, not a folder")
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output: {options.output} cannot be created: {error.strerror}") from None
+    create_output(options.output)
 
 
 def own_dtype(part: str) -> str:

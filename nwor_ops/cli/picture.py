@@ -18,6 +18,7 @@ LABELS = {
 }
 WIDTH_INCHES = 11.0
 DPI = 120
+COLUMNS = 2  # panels per row
 _INK = "#333333"
 
 
@@ -42,16 +43,16 @@ def cache_panels(caches: Mapping[str, Mapping[str, Sequence[str]]]) -> list[Cach
     ]
 
 
-def draw_caches(panels: Sequence[CachePanel], path: pathlib.Path, headline: str, columns: int = 2) -> None:
-    """Draw the panels to a PNG file, with ``columns`` panels per row."""
+def draw_caches(panels: Sequence[CachePanel], path: pathlib.Path, headline: str) -> None:
+    """Draw the panels to a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(WIDTH_INCHES, 1.0 + sum(_height(panels, row, columns) for row in range(rows))), dpi=DPI)
+    rows = -(-len(panels) // COLUMNS)
+    heights = [_height(panels, row) for row in range(rows)]
+    figure = Figure(figsize=(WIDTH_INCHES, 1.0 + sum(heights)), dpi=DPI)
     FigureCanvasAgg(figure)
-    heights = [_height(panels, row, columns) for row in range(rows)]
-    axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights)
+    axes = figure.subplots(rows, COLUMNS, squeeze=False, height_ratios=heights)
     for axis, panel in zip(axes.flat, panels, strict=False):
         _draw_panel(axis, panel)
     for axis in axes.flat[len(panels) :]:
@@ -61,10 +62,10 @@ def draw_caches(panels: Sequence[CachePanel], path: pathlib.Path, headline: str,
     figure.savefig(path)
 
 
-def _height(panels: Sequence[CachePanel], row: int, columns: int) -> float:
+def _height(panels: Sequence[CachePanel], row: int) -> float:
     """Return the height of one row of panels in inches: square slots, within limits."""
-    shapes = [(len(p.blocks), len(p.blocks[0])) for p in panels[row * columns :][:columns] if p.blocks]
-    width = 0.86 * WIDTH_INCHES / columns
+    shapes = [(len(p.blocks), len(p.blocks[0])) for p in panels[row * COLUMNS :][:COLUMNS] if p.blocks]
+    width = 0.86 * WIDTH_INCHES / COLUMNS
     return min(16.0, max([2.5, *(width * blocks / slots for blocks, slots in shapes)])) + 0.8
 
 

@@ -443,9 +443,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         validation.tensor("rewind: tokens", tokens, torch.int32, dims=1, device=self.device)
         if tokens.shape != slots.shape:
             raise ValueError(f"rewind: tokens must be as many as slots, {slots.shape[0]}, got {tokens.shape[0]}")
-        self._check_exist("rewind", slots)
-        self._between.finish()
-        rows = torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
+        rows = self._existing("rewind", slots)
         kept = self.num_kept[rows]
         taken = self.cursors.rewind(rows, kept, tokens)
         self.num_kept[rows] = kept
@@ -464,9 +462,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         """
         self._require(State.CLOSED, "reset")
         self._check_slots("reset: slots", slots)
-        self._check_exist("reset", slots)
-        self._between.finish()
-        rows = torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
+        rows = self._existing("reset", slots)
         self.cursors.drop(rows)
         for layer in self._layers.values():
             layer.cache.state.index_fill_(0, rows, 0)
@@ -497,9 +493,12 @@ class RecurrentStates(Stateful[RecurrentLayer]):
     def _check_slots(self, what: str, slots: Tensor) -> None:
         validation.tensor(what, slots, *_SLOT_DTYPES, dims=1, device=self.device)
 
-    def _check_exist(self, method: str, slots: Tensor) -> None:
+    def _existing(self, method: str, slots: Tensor) -> Tensor:
+        """Finish a fold that stopped half-way. Return the slots, and 0 for each one that does not exist."""
         if self.device.type == "cpu" and slots.numel() and int(slots.max()) >= self.num_slots:
             raise IndexError(f"{method}: slots must be less than {self.num_slots}, got {int(slots.max())}")
+        self._between.finish()
+        return torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
 
     def _check_begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None) -> None:
         self._check_slots("begin: state_slots", state_slots)

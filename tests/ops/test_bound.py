@@ -20,33 +20,20 @@ from nwor_ops.ops import bound, registry
 from nwor_ops.ops.bound import BINDABLE, bind
 
 
-def begin_bound(*arguments):
-    """Run the calls, and raise as the manager does."""
-    try:
-        bound.begin_bound(*arguments)
-    except Exception as error:
-        raise bound.own_error(error) from None
+def raising_as_the_manager(call):
+    def run(*arguments):
+        try:
+            call(*arguments)
+        except Exception as error:
+            raise bound.own_error(error) from None
+
+    return run
 
 
-def commit_bound(*arguments):
-    try:
-        bound.commit_bound(*arguments)
-    except Exception as error:
-        raise bound.own_error(error) from None
-
-
-def begin_redirected_bound(*arguments):
-    try:
-        bound.begin_redirected_bound(*arguments)
-    except Exception as error:
-        raise bound.own_error(error) from None
-
-
-def commit_tokens_bound(*arguments):
-    try:
-        bound.commit_tokens_bound(*arguments)
-    except Exception as error:
-        raise bound.own_error(error) from None
+begin_bound = raising_as_the_manager(bound.begin_bound)
+begin_redirected_bound = raising_as_the_manager(bound.begin_redirected_bound)
+commit_bound = raising_as_the_manager(bound.commit_bound)
+commit_tokens_bound = raising_as_the_manager(bound.commit_tokens_bound)
 
 
 def test_a_bound_plan(device):

@@ -1203,10 +1203,10 @@ RUNS = {
 }
 
 
-def slot_adjacent(rows):
+def slot_adjacent():
     """A key plane of `vec` pages of vLLM, and a log whose rows are adjacent if the slots are."""
     cache = torch.arange(3 * 2 * 8 * 4, dtype=torch.float32).reshape(3, 2, 8, 4).permute(0, 3, 1, 2)
-    log = torch.full((2, 8, rows), -1.0).permute(2, 0, 1)
+    log = torch.full((2, 8, 10), -1.0).permute(2, 0, 1)
     assert cache.stride(1) == log.stride(0) == 1
     return cache, log
 
@@ -1214,7 +1214,7 @@ def slot_adjacent(rows):
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
 def test_adjacent_rows_are_logged_as_single_ones(device, runs):
     slots, rows = int64(*runs[0]), int32(*runs[1])
-    (key_cache, key_log), (value_cache, value_log) = slot_adjacent(10), slot_adjacent(10)
+    (key_cache, key_log), (value_cache, value_log) = slot_adjacent(), slot_adjacent()
     value_cache += 1000
     key, value = torch.randn(2, 10, 2, 8)
     one, window, marks = torch.ones(1), int64(7), torch.zeros(10, dtype=torch.int64)
@@ -1229,7 +1229,7 @@ def test_adjacent_rows_are_logged_as_single_ones(device, runs):
 @pytest.mark.parametrize("window_of_row", [(7,) * 10, (7, 7, 7, 6, 7, 7, 7, 7, 5, 7)], ids=["all", "some"])
 @pytest.mark.parametrize("rejected", [0b1111111111, 0b1101111011, 0b0000111100, 0b1010101010])
 def test_adjacent_rows_are_restored_as_single_ones(device, runs, window_of_row, rejected):
-    caches, log = zip(*(slot_adjacent(10) for _ in range(2)), strict=True)
+    caches, log = zip(*(slot_adjacent() for _ in range(2)), strict=True)
     log = torch.stack([plane.permute(1, 2, 0) for plane in log]).permute(0, 3, 1, 2)
     log.copy_(torch.randn(log.shape))
     flags = torch.tensor([bool(rejected >> row & 1) for row in range(10)])

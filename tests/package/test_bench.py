@@ -216,7 +216,7 @@ def test_a_file_of_prompts_is_checked_before_a_server_starts(
 
 def test_valid_lists_are_parsed() -> None:
     assert parse_requests("1, 16,64") == (1, 16, 64)
-    assert parse_variables("--vanilla-env", ["A=b=c", "B="]) == {"A": "b=c", "B": ""}
+    assert parse_variables(["A=b=c", "B="]) == {"A": "b=c", "B": ""}
 
 
 def test_the_sides_differ_in_the_feature_only(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,19 @@
-"""Configurations of engines and attention groups that may have draft graphs, as the refusals read them."""
+"""Configurations of engines and attention groups, as the refusals read them."""
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any
+
+
+def with_settings(config: Any, **changes: Any) -> Any:
+    """Return the configuration after these changes; ``a__b`` is ``config.a.b``."""
+    for path, value in changes.items():
+        thing, (*parents, name) = config, path.split("__")
+        for parent in parents:
+            thing = vars(thing).setdefault(parent, SimpleNamespace())
+        setattr(thing, name, value)
+    return config
 
 
 def engine_config(**changes: Any) -> Any:
@@ -27,10 +36,7 @@ def engine_config(**changes: Any) -> Any:
         ),
         additional_config={"nwor": {"draft_graphs": True}},
     )
-    for path, value in changes.items():
-        *parents, name = path.split("__")
-        setattr(functools.reduce(getattr, parents, config), name, value)
-    return config
+    return with_settings(config, **changes)
 
 
 class FullAttentionSpec: ...

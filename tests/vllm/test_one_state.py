@@ -21,6 +21,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from draft_configs import with_settings
 from engines import Engines, model_folder, prompts
 from one_state_layers import Launches
 from processes import interpreted
@@ -1185,7 +1186,8 @@ class Sequence:
         self.truth: dict[int, Tensor] = {}  # expected state by number of tokens
 
 
-def aligned_runner(columns: int) -> tuple[Layer, AlignedStates, Any, Tensor]:
+def aligned_runner() -> tuple[Layer, AlignedStates, Any, Tensor]:
+    columns = 12
     layer = Layer(slots=1 + 2 * columns)
     table = torch.arange(1, 1 + 2 * columns, dtype=torch.int32).view(2, columns)
     context = SimpleNamespace(block_size=BLOCK, num_states=2)
@@ -1205,7 +1207,7 @@ def test_states_at_the_ends_of_blocks_equal_those_with_a_state_per_draft() -> No
     The test itself computes what the kernels of vLLM decide before and after a step.
     """
     chance = random.Random(5)
-    layer, aligned, context, table = aligned_runner(columns=12)
+    layer, aligned, context, table = aligned_runner()
     assert context.num_states == 1  # only the convolution
     aligned.audit = audit = StateAudit([])
     requests = [Sequence(0), Sequence(1)]
@@ -1256,7 +1258,7 @@ def test_states_at_the_ends_of_blocks_equal_those_with_a_state_per_draft() -> No
 
 
 def test_a_step_far_from_the_end_of_a_block_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, aligned, context, _ = aligned_runner(columns=12)
+    _, aligned, context, _ = aligned_runner()
     monkeypatch.setattr(aligned, "_block_size", 100)
 
     counts = [torch.tensor([number], dtype=torch.int32) for number in (3, 3, 0, 1, 350)]
@@ -1304,13 +1306,7 @@ def engine(recurrent: bool = True, **found: Any) -> Any:
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
-    for path, value in found.items():
-        thing, (*parents, name) = config, path.split("__")
-        for parent in parents:
-            vars(thing).setdefault(parent, SimpleNamespace())
-            thing = getattr(thing, parent)
-        setattr(thing, name, value)
-    return config
+    return with_settings(config, **found)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import support_tables
 import tiny_models
 import torch
 import vllm
+from draft_configs import with_settings
 from shown_cases import METHODS, PARALLEL_MODES, Method, ParallelMode
 from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
@@ -35,13 +36,7 @@ TESTS = Path(__file__).parent
 def engine(method: str = "ngram", **found: Any) -> Any:
     """Return a configuration of the V2 runner with only the given settings; ``a__b`` is ``config.a.b``."""
     config = SimpleNamespace(speculative_config=SimpleNamespace(method=method), use_v2_model_runner=True)
-    for path, value in found.items():
-        thing, (*parents, name) = config, path.split("__")
-        for parent in parents:
-            vars(thing).setdefault(parent, SimpleNamespace())
-            thing = getattr(thing, parent)
-        setattr(thing, name, value)
-    return config
+    return with_settings(config, **found)
 
 
 @pytest.mark.parametrize("document", support_tables.DOCUMENTS, ids=lambda path: path.name)

@@ -197,7 +197,7 @@ class SchedulerWatch:
             self._publish()
 
     def _of_worker(self) -> Totals | None:
-        found = self._file.of_same_engine("worker")
+        found = self._file.of_workers()
         if len(found) > 1:
             self._stop("the worker bound a new cache")
         return transport.read(found) if len(found) == 1 else None

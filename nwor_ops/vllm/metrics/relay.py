@@ -92,7 +92,7 @@ class Receiver:
         return update(scheduler_output, model_runner_output)
 
     def _write(self, totals: Totals) -> None:
-        if not any(path != self._file.path for path in self._file.of_same_engine("worker")):
+        if not any(path != self._file.path for path in self._file.of_workers()):
             self._file.write(totals)
 
 

@@ -126,12 +126,12 @@ class CounterFile:
         self._engine = _engine(vllm_config)
         self.path = _path(f"{role}-{self._engine}-{os.getpid()}-{next(_numbers)}")  # no name is used twice
 
-    def of_same_engine(self, role: str) -> list[Path]:
-        """Return the files of this engine's writers of one role.
+    def of_workers(self) -> list[Path]:
+        """Return the files of the workers of this engine.
 
         Workers of Ray have another private folder name, but their files may lie in the same folder; they are included.
         """
-        return sorted(self.path.parent.glob(f"counter_*-{role}-{self._engine}-*.db"))
+        return sorted(self.path.parent.glob(f"counter_*-worker-{self._engine}-*.db"))
 
     def write(self, totals: Totals) -> None:
         """Replace the file. Raises OSError."""
