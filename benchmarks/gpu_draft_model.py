@@ -358,10 +358,14 @@ def save(rows: list[Row], options: argparse.Namespace) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--backend", choices=("FLASH_ATTN", "TRITON_ATTN"), default="FLASH_ATTN")
-    parser.add_argument("--cow", action="store_true", help="with NWOR's transaction, too, on the side with graphs")
+    parser.add_argument("--cow", action="store_true", help="run the transaction too, on the side with graphs")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
     parser.add_argument(
-        "--sides", nargs="+", choices=list(SIDES), default=list(DEFAULT_SIDES), help="two fit in 80 GiB, four in 141"
+        "--sides",
+        nargs="+",
+        choices=list(SIDES),
+        default=list(DEFAULT_SIDES),
+        help="the engines; two fit in 80 GiB, four in 141",
     )
     parser.add_argument("--seconds", type=float, default=200.0, help="how long to measure, once the engines are ready")
     parser.add_argument("--no-profile", dest="profile", action="store_false", help="leave the profiler out")

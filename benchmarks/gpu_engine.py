@@ -495,7 +495,7 @@ def exit_status(problems: Sequence[str]) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="NWOR's")
+    parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="mode of NWOR")
     parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
     parser.add_argument("--cache", choices=list(CACHES), default="bf16", help="format of the cache")
     compared = parser.add_mutually_exclusive_group()

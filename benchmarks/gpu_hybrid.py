@@ -358,18 +358,20 @@ def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--vanilla", nargs="+", help=f"the engines to compare with (default: {' '.join(VANILLA)})")
     parser.add_argument("--ours", default="default", help="how the engine with one state differs from the defaults")
-    parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS), help="at once")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of measuring, for each row")
+    parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS), help="numbers of requests at once")
+    parser.add_argument("--seconds", type=float, default=12.0, help="how long to measure each row")
     parser.add_argument(
         "--quick", action="store_true", help=f"the fewest rounds, and {' and '.join(VANILLA_QUICK)} alone"
     )
-    parser.add_argument("--ttft-rounds", type=int, default=4, help="of first tokens of long prompts, or 0")
+    parser.add_argument(
+        "--ttft-rounds", type=int, default=4, help="rounds that measure the first tokens of long prompts"
+    )
     parser.add_argument(
         "--held", action=argparse.BooleanOptionalAction, default=True, help="count the requests in a full cache"
     )
-    parser.add_argument("--block-size", type=int, help="of both sides; else each engine chooses")
-    parser.add_argument("--cache-gib", type=int, default=CACHE_GIB, help="of each side; 12 fits on an H100")
-    parser.add_argument("--resume", action="store_true", help="leave out what the results have already")
+    parser.add_argument("--block-size", type=int, help="block size of both sides (default: each engine chooses)")
+    parser.add_argument("--cache-gib", type=int, default=CACHE_GIB, help="cache of each side; 12 fits on an H100")
+    parser.add_argument("--resume", action="store_true", help="skip the rows that the results have already")
     options = parser.parse_args()
     try:
         with_drafts = variant_of(options.ours).drafts > 0

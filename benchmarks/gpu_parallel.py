@@ -265,7 +265,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=list(ENVIRONMENTS), default=list(CAPTURES), help="NWOR's")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=[16, 64], help="of each engine")
     parser.add_argument("--target", choices=list(SHAPES), default="8b", help="shape of the target: Llama 3's")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of measuring, for each row")
+    parser.add_argument("--seconds", type=float, default=8.0, help="how long to measure each row")
     options = parser.parse_args(arguments)
     there = 1 if options.small else gpus_here()
     options.gpus = options.gpus or [count for count in (1, 2, 4) if count <= there]
