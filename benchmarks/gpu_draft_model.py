@@ -40,7 +40,6 @@ import pathlib
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,10 +57,13 @@ from gpu_engine import (
     SYNTHETIC,
     K,
     engine_job,
+    exit_status,
     launch_engine,
+    log_folder,
+    new_parser,
     write_shape,
 )
-from results import FOLDER, Row, row, show, this_machine, write
+from results import Row, row, show, this_machine, write
 
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all
 
@@ -354,18 +356,19 @@ def save(rows: list[Row], options: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--backend", choices=("FLASH_ATTN", "TRITON_ATTN"), default="FLASH_ATTN")
-    parser.add_argument("--cow", action="store_true", help="with NWOR's transaction, too, on the side with graphs")
+    parser.add_argument("--cow", action="store_true", help="run the transaction too, on the side with graphs")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
     parser.add_argument(
-        "--sides", nargs="+", choices=list(SIDES), default=list(DEFAULT_SIDES), help="two fit in 80 GiB, four in 141"
+        "--sides",
+        nargs="+",
+        choices=list(SIDES),
+        default=list(DEFAULT_SIDES),
+        help="the engines; two fit in 80 GiB, four in 141",
     )
     parser.add_argument("--seconds", type=float, default=200.0, help="how long to measure, once the engines are ready")
     parser.add_argument("--no-profile", dest="profile", action="store_false", help="leave the profiler out")
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
-    parser.add_argument("--logs", type=pathlib.Path, help="where logs, answers and what vLLM compiles go")
-    parser.add_argument("--small", action="store_true", help="try this script with tiny models; nothing is saved")
     return parser.parse_args()
 
 
@@ -374,9 +377,7 @@ def main() -> int:
     requests = (1, 4) if options.small else options.requests
     sides = [side for side in SIDES if side in options.sides]
     run = Run()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = options.logs or pathlib.Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
+    with log_folder(options) as folder:
         try:
             versions = run.start(sides, folder, options)
             answers = measure(run, requests, options)
@@ -394,9 +395,7 @@ def main() -> int:
             run.close()
     if rows:
         show(rows)
-    for problem in run.problems:
-        print(f"PROBLEM: {problem}", file=sys.stderr)
-    return 1 if run.problems else 0
+    return exit_status(run.problems)
 
 
 if __name__ == "__main__":

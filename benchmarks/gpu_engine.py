@@ -468,9 +468,34 @@ def result_name(benchmark: str, options: argparse.Namespace) -> str:
     return "_".join([benchmark, *parts])
 
 
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that all scripts with engines on a GPU have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
+    parser.add_argument("--logs", type=pathlib.Path, help="where logs, answers and what vLLM compiles go")
+    parser.add_argument("--small", action="store_true", help="try this script with tiny models; nothing is saved")
+    return parser
+
+
+@contextlib.contextmanager
+def log_folder(options: argparse.Namespace) -> Iterator[pathlib.Path]:
+    """Yield the folder of ``--logs``, or a temporary one."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder: pathlib.Path = (options.logs or pathlib.Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+
+
+def exit_status(problems: Sequence[str]) -> int:
+    """Print the problems of a run, and return the exit status of the script."""
+    for problem in problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="NWOR's")
+    parser = new_parser(__doc__)
+    parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="mode of NWOR")
     parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
     parser.add_argument("--cache", choices=list(CACHES), default="bf16", help="format of the cache")
     compared = parser.add_mutually_exclusive_group()
@@ -479,9 +504,6 @@ def parse_arguments() -> argparse.Namespace:
     compared.add_argument("--control", action="store_true", help="compare off with off")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
     parser.add_argument("--seconds", type=float, default=180.0, help="how long to measure, once the engine is ready")
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
-    parser.add_argument("--logs", type=pathlib.Path, help="where the engines' logs go")
-    parser.add_argument("--small", action="store_true", help="try this script with a tiny model; nothing is saved")
     options = parser.parse_args()
     if options.control and (options.mode, options.runner) != ("cow", "v2"):
         parser.error("--control needs graphs of two captures: mode cow and runner v2")
@@ -496,9 +518,7 @@ def main() -> None:
     kind = "control" if options.control else options.mode
     apart = options.apart or options.runner == "v1"
     captures = CAPTURES if options.mode == "cow" and not options.small else 1
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = options.logs or pathlib.Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
+    with log_folder(options) as folder:
         name = kind + ("" if options.cache == "bf16" else f"_{options.cache}")
         job = make_job(folder, LLAMA_8B["num_hidden_layers"], CACHES[options.cache], options.small)
         jobs = {name: job | {"captures": captures}}

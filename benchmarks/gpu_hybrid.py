@@ -59,12 +59,15 @@ from gpu_engine import (
     SMALL,
     check_acceptance,
     engine_job,
+    exit_status,
     launch_engine,
+    log_folder,
+    new_parser,
     speeds,
     visitor,
     write_shape,
 )
-from results import FOLDER, Row, circumstances, ratios, read, row, show, this_machine, write
+from results import Row, circumstances, ratios, read, row, show, this_machine, write
 
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all
 
@@ -352,24 +355,23 @@ def known_rows(folder: pathlib.Path, results: str) -> dict[str, dict[str, Any]]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--vanilla", nargs="+", help=f"the engines to compare with (default: {' '.join(VANILLA)})")
     parser.add_argument("--ours", default="default", help="how the engine with one state differs from the defaults")
-    parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS), help="at once")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of measuring, for each row")
+    parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS), help="numbers of requests at once")
+    parser.add_argument("--seconds", type=float, default=12.0, help="how long to measure each row")
     parser.add_argument(
         "--quick", action="store_true", help=f"the fewest rounds, and {' and '.join(VANILLA_QUICK)} alone"
     )
-    parser.add_argument("--ttft-rounds", type=int, default=4, help="of first tokens of long prompts, or 0")
+    parser.add_argument(
+        "--ttft-rounds", type=int, default=4, help="rounds that measure the first tokens of long prompts"
+    )
     parser.add_argument(
         "--held", action=argparse.BooleanOptionalAction, default=True, help="count the requests in a full cache"
     )
-    parser.add_argument("--block-size", type=int, help="of both sides; else each engine chooses")
-    parser.add_argument("--cache-gib", type=int, default=CACHE_GIB, help="of each side; 12 fits on an H100")
-    parser.add_argument("--resume", action="store_true", help="leave out what the results have already")
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
-    parser.add_argument("--logs", type=pathlib.Path, help="where logs and answers go")
-    parser.add_argument("--small", action="store_true", help="try this script with tiny models; nothing is saved")
+    parser.add_argument("--block-size", type=int, help="block size of both sides (default: each engine chooses)")
+    parser.add_argument("--cache-gib", type=int, default=CACHE_GIB, help="cache of each side; 12 fits on an H100")
+    parser.add_argument("--resume", action="store_true", help="skip the rows that the results have already")
     options = parser.parse_args()
     try:
         with_drafts = variant_of(options.ours).drafts > 0
@@ -390,10 +392,8 @@ def main() -> int:
     options = parse_arguments()
     problems: list[str] = []
     tokens = SMALL_TOKENS if options.small else (PREFIX_TOKENS, SUFFIX_TOKENS)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = (options.logs or pathlib.Path(scratch)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        target = pathlib.Path(scratch) if options.small else options.folder
+    with log_folder(options) as folder:
+        target = pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder
         cache = pathlib.Path(os.environ.get("VLLM_CACHE_ROOT", pathlib.Path.home() / ".cache" / "vllm"))
         began, results = time.monotonic(), results_of(options.ours)
 
@@ -447,9 +447,7 @@ def main() -> int:
             close_all(engines.values())
         if rows := best_figures(known_rows(target, results), TARGETS if results == NAME else {}):
             keep(rows)
-    for problem in problems:
-        print(f"PROBLEM: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    return exit_status(problems)
 
 
 if __name__ == "__main__":

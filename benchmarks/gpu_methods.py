@@ -47,12 +47,15 @@ from gpu_engine import (
     TARGETS,
     K,
     engine_job,
+    exit_status,
     launch_engine,
+    log_folder,
+    new_parser,
     turn_figures,
     visitor,
     write_shape,
 )
-from results import FOLDER, Row, show, this_machine, write
+from results import Row, show, this_machine, write
 
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all
 
@@ -276,15 +279,12 @@ def figures(name: str, side: Side, count: int, answers: list[dict[str, Any]], sm
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--modes", nargs="+", choices=list(CAPTURES), default=list(CAPTURES), help="mode of NWOR")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=[16, 64, 1])
     parser.add_argument("--seconds", type=float, default=15.0, help="seconds of measuring per row")
     parser.add_argument("--other", type=pathlib.Path, help="another checkout to compare with")
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="folder of the results")
-    parser.add_argument("--logs", type=pathlib.Path, help="folder of logs, answers and compiled code")
-    parser.add_argument("--small", action="store_true", help="test this script with tiny models; saves nothing")
     options = parser.parse_args(arguments)
     if options.other is not None:
         options.other = options.other.resolve()
@@ -299,17 +299,13 @@ def main() -> int:
         options.requests, options.folder = [1, 4], pathlib.Path(tempfile.mkdtemp())
     trees = [ROOT] + ([options.other] if options.other else [])
     sides = [Side(mode, tree) for mode, tree in product(options.modes, trees)]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = (options.logs or pathlib.Path(scratch)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+    with log_folder(options) as folder:
         run = Run(options, folder)
         for name in options.methods:
             at_once = METHODS[name].at_once
             for start in range(0, len(sides), at_once):
                 run.measure(name, sides[start : start + at_once])
-    for problem in run.problems:
-        print(f"PROBLEM: {problem}", file=sys.stderr)
-    return 1 if run.problems else 0
+    return exit_status(run.problems)
 
 
 if __name__ == "__main__":

@@ -46,13 +46,16 @@ from gpu_engine import (
     SYNTHETIC,
     K,
     engine_job,
+    exit_status,
     launch_engine,
+    log_folder,
+    new_parser,
     turn_figures,
     visitor,
     write_shape,
 )
 from gpu_methods import CAPTURES, WARM_UP_TOKENS
-from results import FOLDER, Row, row, show, this_machine, write
+from results import Row, row, show, this_machine, write
 
 from nwor_ops.testing.engine_process import NCCL_ALONE, EngineFailed, EngineProcess, close_all
 
@@ -241,15 +244,12 @@ def gpus_here() -> int:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--gpus", nargs="+", type=int, help="how many, of 1, 2 and 4 (default: as far as there are)")
     parser.add_argument("--modes", nargs="+", choices=list(CAPTURES), default=list(CAPTURES), help="NWOR's")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=[16, 64], help="of each engine")
     parser.add_argument("--target", choices=list(SHAPES), default="8b", help="shape of the target: Llama 3's")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of measuring, for each row")
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
-    parser.add_argument("--logs", type=pathlib.Path, help="where logs, answers and what vLLM compiles go")
-    parser.add_argument("--small", action="store_true", help="try this script with tiny models; nothing is saved")
+    parser.add_argument("--seconds", type=float, default=8.0, help="how long to measure each row")
     options = parser.parse_args(arguments)
     there = 1 if options.small else gpus_here()
     options.gpus = options.gpus or [count for count in (1, 2, 4) if count <= there]
@@ -262,18 +262,14 @@ def main() -> int:
     options = parse_arguments()
     if options.small:
         options.requests, options.folder = [1, 4], pathlib.Path(tempfile.mkdtemp())
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = (options.logs or pathlib.Path(scratch)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+    with log_folder(options) as folder:
         run = Run(options, folder)
         try:
             run.start()
             run.measure()
         finally:
             run.close()
-    for problem in run.problems:
-        print(f"PROBLEM: {problem}", file=sys.stderr)
-    return 1 if run.problems else 0
+    return exit_status(run.problems)
 
 
 if __name__ == "__main__":

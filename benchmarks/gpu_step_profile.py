@@ -11,7 +11,6 @@ take in addition to vLLM's own, timed inside and outside. It takes about a minut
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import tempfile
 from collections import Counter
@@ -22,13 +21,15 @@ from gpu_engine import (
     PROFILED_STEPS,
     TARGETS,
     kernel_times,
+    log_folder,
     make_job,
+    new_parser,
     per_step,
     print_differences,
     result_name,
     start_sides,
 )
-from results import FOLDER, Row, row, save, this_machine
+from results import Row, row, save, this_machine
 
 from nwor_ops.testing.engine_process import close_all
 
@@ -71,16 +72,11 @@ def figures(on: dict[str, Any], off: dict[str, Any], added: dict[str, list[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="mode of NWOR")
     parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="folder of the results")
-    parser.add_argument("--logs", type=pathlib.Path, help="folder of the engines' logs")
-    parser.add_argument("--small", action="store_true", help="test this script with a tiny model; saves nothing")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = options.logs or pathlib.Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
+    with log_folder(options) as folder:
         job = make_job(folder, LAYERS, "auto", options.small) | {"time_hooks": True, "one_process": True}
         engines, sides = start_sides({"profiled": job}, folder, options.runner, options.mode, options.runner == "v1")
         try:

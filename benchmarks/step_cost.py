@@ -94,8 +94,7 @@ class Step:
 
     def plain(self) -> None:
         for cache in self.layers.values():
-            planes = cache.key_value(tuple(plane.view for plane in cache.planes))
-            write_kv(self.key, self.value, *planes, self.slots, self.one, self.one, "auto")
+            write_kv(self.key, self.value, *cache.key_value(), self.slots, self.one, self.one, "auto")
 
 
 def launches(run: Callable[[], None]) -> int:

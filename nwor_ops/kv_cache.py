@@ -187,8 +187,10 @@ class LayerCache(BoundToMemory):
     def num_slots(self) -> int:
         return self.planes[0].view.shape[0] * self.planes[0].view.shape[1]
 
-    def key_value(self, planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Split tensors with the shapes of the planes (the caches or their logs) into key and value."""
+    def key_value(self, planes: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Tensor]:
+        """Split the caches, or other tensors with the shapes of the planes, into key and value."""
+        if planes is None:
+            planes = tuple(plane.view for plane in self.planes)
         if self.key_size is not None:
             size = static_int(self.key_size)
             return planes[0][..., :size], planes[0][..., size:]

@@ -145,7 +145,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
             return torch.full(shape, value, dtype=dtype, device=self.device)
 
         for layer in self._layers.values():
-            caches = layer.cache.key_value(tuple(plane.view for plane in layer.cache.planes))
+            caches = layer.cache.key_value()
             key, value = (
                 torch.zeros((rows, *cache.shape[2:]), dtype=layer.dtype, device=self.device) for cache in caches
             )
@@ -380,7 +380,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
 
     def _commit_layer(self, layer: _StagedLayer, slots: Tensor) -> None:
         assert layer.staged is not None
-        caches = layer.cache.key_value(tuple(plane.view for plane in layer.cache.planes))
+        caches = layer.cache.key_value()
         scales = [self._unscaled if scale is None else scale for scale in (layer.k_scale, layer.v_scale)]
         ops.commit_staged(*layer.staged, slots, self.row_committed, *caches, scales[0], scales[1], layer.kv_cache_dtype)
 
@@ -536,7 +536,7 @@ class KVCacheInterceptor(BoundToMemory):
                 self._staged_layers += 1
                 return
         layer, unscaled = self.buffer._layer(name, "write"), self.buffer._unscaled
-        caches = layer.cache.key_value(tuple(plane.view for plane in layer.cache.planes))
+        caches = layer.cache.key_value()
         scales = [
             next((scale for scale in given if scale is not None), unscaled)
             for given in ((k_scale, layer.k_scale), (v_scale, layer.v_scale))

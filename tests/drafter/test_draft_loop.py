@@ -217,8 +217,9 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def thin_loop(num_drafts: int = 4, rows: int = 3, hidden: bool = True):
+def thin_loop(hidden: bool = True):
     """Create a loop whose model and metadata do nothing, so that only the loop's own work is left."""
+    num_drafts, rows = 4, 3
     buffers = DraftBuffers.allocate(rows, num_drafts, "cpu", hidden_size=8 if hidden else None)
     buffers.idx_mapping.copy_(torch.arange(rows))
     logits, states = torch.randn(rows, 50), torch.randn(rows, 8).bfloat16()

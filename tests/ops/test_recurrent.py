@@ -641,20 +641,20 @@ class Pair:
 
     SLOTS, MOST_TOKENS = 7, 4
 
-    def __init__(self, state_dtype, per_channel, device, heads=ONE_HEAD, seed=0, ring_rows=0):
-        self.dice = random.Random(seed)
+    def __init__(self, state_dtype, per_channel, device, heads=ONE_HEAD, ring_rows=0):
+        self.dice = random.Random(0)
         self.device, self.heads = device, heads
         self.ring_rows = ring_rows
         layers = [
             samples.make_layer(
-                heads, self.SLOTS, self.MOST_TOKENS, state_dtype, per_channel=per_channel, seed=seed, ring_rows=ring
+                heads, self.SLOTS, self.MOST_TOKENS, state_dtype, per_channel=per_channel, ring_rows=ring
             )
             for ring in (ring_rows, 0)
         ]
         for made in layers:
             made.state.zero_()
         self.ours, self.stored = (layouts.twin(made.tensors, device) for made in layers)
-        pool = samples.packed_inputs(512, heads, per_channel=per_channel, seed=seed)
+        pool = samples.packed_inputs(512, heads, per_channel=per_channel)
         self.pool = layouts.twin(tuple(pool), device)
         self.every = torch.zeros(self.SLOTS, self.MOST_TOKENS, *made.state.shape[1:], dtype=state_dtype, device=device)
         self.plan = torch.zeros(self.SLOTS, 4, dtype=torch.int32, device=device)

@@ -69,15 +69,15 @@ class Prometheus:
         samples = self.query(expression)
         return bool(samples) and all(sample["value"][1] != "NaN" for sample in samples)
 
-    def wait_for(self, expression: str, seconds: float = 60) -> None:
+    def wait_for(self, expression: str) -> None:
         """Wait until an expression has a sample."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 if self.query(expression):
                     return
             time.sleep(0.5)
-        raise AssertionError(f"{expression} has no sample after {seconds:.0f} seconds")
+        raise AssertionError(f"{expression} has no sample after 60 seconds")
 
     def stop(self) -> None:
         self._process.terminate()

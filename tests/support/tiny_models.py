@@ -345,15 +345,12 @@ def _write_kimi(folder: pathlib.Path, heads: int = 2) -> None:
         "linear_attn_config": kda,
     }
     generator = torch.Generator().manual_seed(43)
-    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = _embedding(generator, hidden)
     weights = {"model.embed_tokens.weight": embedding}
     for layer in range(layers - 1):
         weights |= _kda_layer(generator, f"model.layers.{layer}", heads)
     weights |= dict(_mla_layer(generator, f"model.layers.{layers - 1}"))
-    weights |= {
-        "model.norm.weight": _ones(hidden),
-        "lm_head.weight": matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
-    }
+    weights |= _output(generator, embedding)
     save(folder, config, weights)
 
 
@@ -426,16 +423,13 @@ def _write_glm(folder: pathlib.Path, heads: int = 2) -> None:
         "attention_bias": False,
     }
     generator = torch.Generator().manual_seed(47)
-    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = _embedding(generator, hidden)
     weights = {"model.embed_tokens.weight": embedding}
     for layer in range(layers - 1):
         weights |= _kda_layer(generator, f"model.layers.{layer}", heads)
         # Most decays are near 0.9: exp(-5 * sigmoid(-4)).
         weights[f"model.layers.{layer}.self_attn.dt_bias"] = torch.full((heads * KDA["state"],), -4.0)
-    weights |= _sparse_mla_layer(generator, f"model.layers.{layers - 1}") | {
-        "model.norm.weight": _ones(hidden),
-        "lm_head.weight": matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
-    }
+    weights |= _sparse_mla_layer(generator, f"model.layers.{layers - 1}") | _output(generator, embedding)
     save(folder, config, weights)
 
 
@@ -498,7 +492,7 @@ def _write_olmo(folder: pathlib.Path, sizes: dict[str, int] = OLMO, allow_neg_ei
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
     generator = torch.Generator().manual_seed(44)
-    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = _embedding(generator, hidden)
     weights = {"model.embed_tokens.weight": embedding}
     for layer, kind in enumerate(config["layer_types"]):
         prefix = f"model.layers.{layer}"
@@ -529,10 +523,7 @@ def _write_olmo(folder: pathlib.Path, sizes: dict[str, int] = OLMO, allow_neg_ei
                 weights[f"{linear}.{part}_proj.weight"] = matrix(generator, rows, hidden, 1.5)
                 weights[f"{linear}.{part}_conv1d.weight"] = convolution.to(torch.bfloat16)
         weights |= _mlp(generator, f"{prefix}.mlp", hidden, intermediate)
-    weights |= {
-        "model.norm.weight": _ones(hidden),
-        "lm_head.weight": matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
-    }
+    weights |= _output(generator, embedding)
     save(folder, config, weights)
 
 
@@ -571,12 +562,11 @@ def _mla_config() -> dict[str, Any]:
 
 def _mla_weights(generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     hidden = MLA["hidden"]
-    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = _embedding(generator, hidden)
     yield "model.embed_tokens.weight", embedding
     for layer in range(MLA["layers"]):
         yield from _mla_layer(generator, f"model.layers.{layer}")
-    yield "model.norm.weight", _ones(hidden)
-    yield "lm_head.weight", matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding)
+    yield from _output(generator, embedding).items()
 
 
 def _mla_layer(generator: torch.Generator, prefix: str, heads: int = MLA["heads"]) -> Iterator[tuple[str, Tensor]]:
@@ -607,7 +597,7 @@ def _write_gdn_mtp(folder: pathlib.Path, sizes: dict[str, int] = GDN, experts: b
         "attn_output_gate": True,
     }
     generator = torch.Generator().manual_seed(28)
-    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = _embedding(generator, hidden)
     attention = hidden, sizes["heads"], sizes["kv_heads"], sizes["head_size"], _zeros
     mlp = _experts if experts else _mlp
     weights = {"model.embed_tokens.weight": embedding}
@@ -870,7 +860,7 @@ def _write_bailing(folder: pathlib.Path, heads: int = 4) -> None:
         "rms_norm_eps": 1e-6,
     }
     generator = torch.Generator().manual_seed(47)
-    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = _embedding(generator, hidden)
     weights = {"model.word_embeddings.weight": embedding}
     for layer in range(layers - 1):
         prefix = f"model.layers.{layer}"
@@ -883,10 +873,7 @@ def _write_bailing(folder: pathlib.Path, heads: int = 4) -> None:
     prefix = f"model.layers.{layers - 1}"
     for name, weight in _mla_layer(generator, prefix, heads):
         weights[name.replace("self_attn.o_proj", "attention.dense").replace("self_attn", "attention")] = weight
-    weights |= {
-        "model.norm.weight": _ones(hidden),
-        "lm_head.weight": matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
-    }
+    weights |= _output(generator, embedding)
     save(folder, config | REMOTE, weights)
     (folder / "configuration.py").write_text(PLAIN_CONFIG.format(model_type="bailing_hybrid"))
 
@@ -974,7 +961,7 @@ def _write_mamba(folder: pathlib.Path) -> None:
         "rms_norm_eps": 1e-5,
     }
     generator = torch.Generator().manual_seed(29)
-    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = _embedding(generator, hidden)
     weights = {"model.embed_tokens.weight": embedding}
     for layer, kind in enumerate(layer_types):
         prefix = f"model.layers.{layer}"
@@ -988,10 +975,7 @@ def _write_mamba(folder: pathlib.Path) -> None:
             f"{prefix}.shared_mlp.input_linear.weight": matrix(generator, 2 * shared, hidden),
             f"{prefix}.shared_mlp.output_linear.weight": matrix(generator, hidden, shared, BLOCK_SCALE),
         }
-    weights |= {
-        "model.norm.weight": _ones(hidden),
-        "lm_head.weight": matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
-    }
+    weights |= _output(generator, embedding)
     save(folder, config, weights)
 
 
@@ -1067,6 +1051,19 @@ def _embedding_and_noise(generator: torch.Generator, hidden: int) -> Tensor:
     return torch.cat((torch.eye(hidden, dtype=torch.bfloat16), noise), dim=1)
 
 
+def _embedding(generator: torch.Generator, hidden: int) -> Tensor:
+    return matrix(generator, VOCABULARY, hidden, hidden**0.5)
+
+
+def _output(generator: torch.Generator, embedding: Tensor) -> dict[str, Tensor]:
+    """The norm and the output layer after the last layer."""
+    hidden = embedding.shape[1]
+    return {
+        "model.norm.weight": _ones(hidden),
+        "lm_head.weight": matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+    }
+
+
 def _rule(embedding: Tensor) -> Tensor:
     """What the output layer knows of the language."""
     rule = torch.empty_like(embedding)
@@ -1076,8 +1073,7 @@ def _rule(embedding: Tensor) -> Tensor:
 
 def _target_embedding() -> Tensor:
     """The first weights that are drawn for the tiny Llama."""
-    hidden = Size().hidden
-    return matrix(torch.Generator().manual_seed(SEED), VOCABULARY, hidden, hidden**0.5)
+    return _embedding(torch.Generator().manual_seed(SEED), Size().hidden)
 
 
 def _ones(count: int) -> Tensor:

@@ -44,11 +44,8 @@ class Staged:
     def sources(self, name, tokens):
         self.seed += 1
         heads = self.caches[name].planes[0].view.shape[2]
-        widths = [c.shape[-1] for c in self.key_value(name, self.views_of(name))]
+        widths = [c.shape[-1] for c in self.caches[name].key_value()]
         return [numbers(tokens, heads, width, dtype=self.dtypes[name], seed=self.seed) for width in widths]
-
-    def views_of(self, name):
-        return tuple(plane.view for plane in self.caches[name].planes)
 
     def key_value(self, name, planes):
         return self.caches[name].key_value(tuple(planes))

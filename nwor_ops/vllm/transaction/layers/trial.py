@@ -109,8 +109,7 @@ def writes_the_same(
     write(key, value, theirs, slots)
     layer = planes(ours)
     try:
-        views = layer.key_value(tuple(plane.view for plane in layer.planes))
-        ops.write_kv(key, value, *views, slots, *scales, kv_cache_dtype)
+        ops.write_kv(key, value, *layer.key_value(), slots, *scales, kv_cache_dtype)
     except (ValueError, TypeError):
         return False  # a dtype or shape that only vLLM's writer supports
     return torch.equal(_bytes(theirs), _bytes(ours))
