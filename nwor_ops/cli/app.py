@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import os
 import pathlib
 import re
@@ -22,6 +23,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _finite(option: typer.CallbackParam, value: float | None) -> float | None:
+    """Refuse ``inf``, which the limits of an option do not."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"must be a finite number, got {value}", param_hint=option.opts[0])
+    return value
+
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, the rest on stderr.")]
 
@@ -104,10 +113,14 @@ def check(
         Device, typer.Option(help="here: the device that vLLM finds. cuda: an NVIDIA GPU of another machine.")
     ] = Device.HERE,
     capability: Annotated[str, typer.Option(help="With --device cuda: its compute capability.")] = "9.0",
-    gpu_memory: Annotated[float, typer.Option(min=1, help="With --device cuda: its memory in GiB.")] = 80.0,
+    gpu_memory: Annotated[
+        float, typer.Option(min=1, callback=_finite, help="With --device cuda: its memory in GiB.")
+    ] = 80.0,
     cache_memory: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Memory of the KV cache per GPU in GiB; vLLM logs it at start-up."),
+        typer.Option(
+            min=0.001, callback=_finite, help="Memory of the KV cache per GPU in GiB; vLLM logs it at start-up."
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -166,7 +179,7 @@ def bench(
     mode: Annotated[Mode, typer.Option(help="Mode of the transaction.")] = Mode.COW,
     requests: Annotated[str, typer.Option(help="Loads: how many requests run at a time.")] = "1,16,64",
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each load and side; a conclusion needs at least 6.")] = 6,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a run of vanilla vLLM.")] = 20.0,
+    seconds: Annotated[float, typer.Option(min=0.1, callback=_finite, help="Length of a run of vanilla vLLM.")] = 20.0,
     prompts: Annotated[
         str, typer.Option(help="random, or a file of JSON lines with prompt and output_tokens.")
     ] = "random",
@@ -174,7 +187,9 @@ def bench(
     output_len: Annotated[
         int | None, typer.Option(min=1, help="Output tokens per request. Default: 256, or those that the file names.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 makes both sides choose the same tokens.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, callback=_finite, help="0 makes both sides choose the same tokens.")
+    ] = 0.0,
     client_args: Annotated[str | None, typer.Option(help="More arguments of vllm bench serve, as one string.")] = None,
     vanilla_args: Annotated[
         str | None, typer.Option(help="More arguments of the vanilla server, as one string.")
@@ -242,7 +257,9 @@ def verify(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="The arguments of vllm serve.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0, help="Time, without the start of the engine.")] = 5.0,
+    minutes: Annotated[
+        float, typer.Option(min=0, callback=_finite, help="Time, without the start of the engine.")
+    ] = 5.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the windows and requests.")] = 0,
     device: Annotated[
         OpsDevice | None, typer.Option(help="Device of the ops. Default: cuda if torch finds a GPU, otherwise cpu.")

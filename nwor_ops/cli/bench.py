@@ -26,6 +26,7 @@ from nwor_ops.cli.bench_client import OUTPUT_TOKENS, Client, Run
 from nwor_ops.cli.bench_options import OURS, RANDOM, SIDES, VANILLA, BenchOptions
 from nwor_ops.cli.bench_picture import draw_loads
 from nwor_ops.cli.bench_report import Finding, Load, as_dict, print_loads
+from nwor_ops.cli.files import not_written
 from nwor_ops.cli.stages import Stages
 from nwor_ops.config import is_ours
 from nwor_ops.testing.server import Server, ServerFailed
@@ -70,19 +71,24 @@ def run_bench(options: BenchOptions, as_json: bool) -> int:
     except KeyboardInterrupt:
         errors.print("nwor-ops bench: interrupted; the servers are stopped", soft_wrap=True)
         return Outcome.INTERRUPTED.value
-    (options.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     device, versions = result["device"], result["versions"]
     headline = f"{options.titles[OURS]} over vanilla vLLM: {result['model']}"
     about = f"{device['count']} x {device['name']}, vLLM {versions['vllm']}, nwor_ops {versions['nwor_ops']}, "
-    draw_loads(loads, options.output / "bench.png", headline, about + f"rounds: {options.rounds}")
+    is_written = True
+    try:
+        (options.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        draw_loads(loads, options.output / "bench.png", headline, about + f"rounds: {options.rounds}")
+    except OSError as error:  # a full disk, for example; the result is printed all the same
+        is_written = False
+        errors.print(f"[bold red]nwor-ops bench:[/] {escape(not_written(options.output, error))}", soft_wrap=True)
     if as_json:
         print(json.dumps(result, indent=2))
     else:
         print_loads(console, options, loads)
         console.print(f"{about}{result['seconds']:.0f} s in total", soft_wrap=True)
-        console.print(
-            f"picture: {options.output / 'bench.png'}, all figures: {options.output / 'result.json'}", soft_wrap=True
-        )
+        if is_written:
+            pictured, figures = options.output / "bench.png", options.output / "result.json"
+            console.print(f"picture: {pictured}, all figures: {figures}", soft_wrap=True)
     return int(result["exit_code"])
 
 

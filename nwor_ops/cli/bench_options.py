@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nwor_ops.cli.files import lines_of, make_folder
 from nwor_ops.config import SWITCH, is_ours
 
 VANILLA, OURS = "vanilla", "nwor"
@@ -145,35 +146,28 @@ def check_options(options: BenchOptions) -> None:
     """
     if options.prompts != RANDOM:
         _check_prompts(pathlib.Path(options.prompts), options.output_tokens is not None)
-    create_output(options.output)
-
-
-def create_output(folder: pathlib.Path) -> None:
-    """Create the folder of ``--output``.
-
-    Raises:
-        ValueError: it cannot be created; the message is a sentence.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output: {folder} is a file, not a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output: {folder} cannot be created: {error.strerror}") from None
+    make_folder(options.output)
 
 
 def _check_prompts(path: pathlib.Path, has_length: bool) -> None:
     if path.suffix != ".jsonl" or not path.is_file():
         raise ValueError(f"--prompts must be {RANDOM!r} or a file that ends with .jsonl, got {str(path)!r}")
-    lines = path.read_text(errors="replace").splitlines()
+    lines = lines_of("--prompts", path)
     if not lines:
         raise ValueError(f"--prompts: {path} is empty")
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             entry = None
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
             raise ValueError(f'--prompts: line {number} of {path} must be an object with a "prompt"')
-        if not has_length and not isinstance(entry.get("output_tokens"), int):
+        if has_length:
+            continue
+        if "output_tokens" not in entry:
             raise ValueError(f'--prompts: line {number} of {path} has no "output_tokens"; set --output-len for all')
+        tokens = entry["output_tokens"]
+        if type(tokens) is not int or tokens < 1:
+            raise ValueError(
+                f'--prompts: "output_tokens" in line {number} of {path} must be a positive number, got {tokens!r}'
+            )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nwor_ops.cli.bench_options import create_output
+from nwor_ops.cli.files import make_folder
 from nwor_ops.testing.tiny_llama import TIMED_SIZE, Size
 
 SIDES = ("vanilla", "nwor")
@@ -68,7 +68,7 @@ def check_options(options: DemoOptions) -> None:
             raise ValueError(f"{option}: {model} is a file, not the folder of a model")
         elif not (folder / "config.json").is_file():
             raise ValueError(f"{option}: {model} has no config.json, so it is not the folder of a model")
-    create_output(options.output)
+    make_folder(options.output)
 
 
 def own_dtype(part: str) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from nwor_ops.cli.files import check_file, lines_of, not_written
 from nwor_ops.cli.stages import Stages
 from nwor_ops.cli.verify_archive import Redaction, allowed_environment, versions_here, write_archive
 from nwor_ops.config import NworConfig, switched_off
@@ -106,12 +107,11 @@ def check_options(options: VerifyOptions) -> None:
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InvalidOptions("--device cuda: torch finds no GPU on this machine; `nwor-ops doctor` says why")
-    if options.output.is_dir() or not options.output.resolve().parent.is_dir():
-        raise InvalidOptions(f"--output: {options.output} must be a file in a folder that exists")
-    if options.prompts is not None and not options.prompts.is_file():
-        raise InvalidOptions(f"--prompts: there is no file {options.prompts}")
-    if options.prompts is not None:
+    try:
+        check_file(options.output)
         _check_prompts(options)
+    except ValueError as error:
+        raise InvalidOptions(str(error)) from None
     if options.arguments:
         try:
             NworConfig.load()
@@ -123,22 +123,30 @@ def check_options(options: VerifyOptions) -> None:
 
 
 def _check_prompts(options: VerifyOptions) -> None:
-    prompts = _prompts(options)
-    if not prompts:
-        raise InvalidOptions(f"--prompts: {options.prompts} has no prompt")
-    for number, prompt in enumerate(prompts, 1):
-        if prompt.startswith("[") and not re.fullmatch(r"\[\s*\d+(\s*,\s*\d+)*\s*\]", prompt):
-            raise InvalidOptions(
-                f"--prompts: line {number} of {options.prompts} must be text or a JSON list of token ids"
-            )
+    if options.prompts is None:
+        return
+    if not options.prompts.is_file():
+        raise ValueError(f"--prompts: there is no file {options.prompts}")
+    if not _prompts(options):
+        raise ValueError(f"--prompts: {options.prompts} has no prompt")
+    for number, line in enumerate(lines_of("--prompts", options.prompts), 1):
+        if line.strip().startswith("[") and not _is_list_of_tokens(line):
+            raise ValueError(f"--prompts: line {number} of {options.prompts} must be text or a JSON list of token ids")
+
+
+def _is_list_of_tokens(line: str) -> bool:
+    try:
+        tokens = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(tokens, list) and bool(tokens) and all(type(token) is int and token >= 0 for token in tokens)
 
 
 def _prompts(options: VerifyOptions) -> list[str]:
     """Return the lines of the user's file that are not empty."""
     if options.prompts is None:
         return []
-    lines = options.prompts.read_text(errors="replace").splitlines()
-    return [line.strip() for line in lines if line.strip()]
+    return [line.strip() for line in lines_of("--prompts", options.prompts) if line.strip()]
 
 
 def run_verify(options: VerifyOptions, as_json: bool) -> int:
@@ -166,11 +174,16 @@ def run_verify(options: VerifyOptions, as_json: bool) -> int:
         _conclude(result)
     redaction = Redaction(os.environ, options.arguments, _prompts(options))
     report = redaction.tree(_report(options, result))
-    write_archive(options.output, report, redaction.log(result.log))
+    archive: str | None = str(options.output)
+    try:
+        write_archive(options.output, report, redaction.log(result.log))
+    except OSError as error:  # a full disk, for example; the result is printed all the same
+        archive = None
+        progress.print(f"nwor-ops verify: {escape(not_written(options.output, error))}", soft_wrap=True)
     if as_json:
-        print(json.dumps(report | {"archive": str(options.output)}, indent=2))
+        print(json.dumps(report | {"archive": archive}, indent=2))
     else:
-        _print(report, Console(highlight=False), options.output)
+        _print(report, Console(highlight=False), archive)
     return result.outcome.value
 
 
@@ -304,7 +317,7 @@ def _report(options: VerifyOptions, result: Result) -> dict[str, Any]:
     }
 
 
-def _print(report: dict[str, Any], console: Console, archive: pathlib.Path) -> None:
+def _print(report: dict[str, Any], console: Console, archive: str | None) -> None:
     ops = report["ops"]
     console.print(
         f"{ops['rounds']} rounds of random windows on {ops['device']}: {sum(ops['calls'].values()):,} calls of "
@@ -322,4 +335,5 @@ def _print(report: dict[str, Any], console: Console, archive: pathlib.Path) -> N
     for name in ("violation", "command"):
         if report[name]:
             console.print(f"{name}: {escape(report[name])}", soft_wrap=True)
-    console.print(f"archive for a bug report: {escape(str(archive))}", soft_wrap=True)
+    if archive is not None:
+        console.print(f"archive for a bug report: {escape(archive)}", soft_wrap=True)

@@ -171,10 +171,14 @@ def versions_here() -> dict[str, Any]:
 
 
 def write_archive(path: pathlib.Path, report: dict[str, Any], log: str) -> None:
-    """Write a report and a log to a ``.tar.gz``. It holds no name of a user or host."""
+    """Write a report and a log to a ``.tar.gz``. It holds no name of a user or host.
+
+    Raises:
+        OSError: the file cannot be written; a part of it is not left behind.
+    """
     files = {"report.json": json.dumps(report, indent=2) + "\n"} | ({"engine.log": log} if log else {})
+    raw = io.BytesIO()
     with (
-        path.open("wb") as raw,
         gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as compressed,
         tarfile.open(fileobj=compressed, mode="w") as archive,
     ):
@@ -183,3 +187,11 @@ def write_archive(path: pathlib.Path, report: dict[str, Any], log: str) -> None:
             member = tarfile.TarInfo(f"{FOLDER}/{name}")
             member.size, member.mode = len(content), 0o644
             archive.addfile(member, io.BytesIO(content))
+    with path.open("wb") as file:
+        try:
+            file.write(raw.getvalue())
+            file.flush()
+        except OSError:
+            if path.is_file():
+                path.unlink()
+            raise

@@ -179,6 +179,12 @@ def test_the_picture_shows_a_ratio_only_where_there_is_one(tmp_path: pathlib.Pat
         (("bench", "draft", "--vanilla-env", "VLLM_NWOR_MODE=cow", "--", "MODEL"), "is a setting of nwor_ops"),
         (("bench", "draft", "--vanilla-args", "'", "--", "MODEL"), "--vanilla-args: No closing quotation"),
         (("bench", "draft", "--output", "/proc/none", "--", "MODEL"), "--output: /proc/none cannot be created"),
+        (("bench", "draft", "--output", "/proc", "--", "MODEL"), "--output: no file can be created in /proc"),
+        pytest.param(
+            ("bench", "draft", "--output", "x" * 300, "--", "MODEL"), "cannot be created: File name too long", id="name"
+        ),
+        (("bench", "draft", "--seconds", "inf", "--", "MODEL"), "for --seconds: must be a finite number, got inf"),
+        (("bench", "draft", "--temperature", "inf", "--", "MODEL"), "for --temperature: must be a finite number"),
     ],
 )
 def test_a_mistake_exits_with_2_and_names_the_option(
@@ -200,6 +206,10 @@ def test_a_mistake_exits_with_2_and_names_the_option(
         ("what\n", 'line 1 of .* must be an object with a "prompt"'),
         ('{"prompt": "a", "output_tokens": 3}\n{"prompt": 7}\n', 'line 2 of .* must be an object with a "prompt"'),
         ('{"prompt": "a"}\n', 'line 1 of .* has no "output_tokens"; set --output-len'),
+        pytest.param("[" * 100_000, 'line 1 of .* must be an object with a "prompt"', id="too deep"),
+        pytest.param(f'{{"a": {"9" * 5000}}}', 'line 1 of .* must be an object with a "prompt"', id="too long"),
+        ('{"prompt": "a", "output_tokens": 0}\n', '"output_tokens" in line 1 of .* must be a positive number, got 0'),
+        ('{"prompt": "a", "output_tokens": true}\n', '"output_tokens" in line 1 of .* must be a positive .*, got True'),
     ],
 )
 def test_a_file_of_prompts_is_checked_before_a_server_starts(
@@ -212,6 +222,16 @@ def test_a_file_of_prompts_is_checked_before_a_server_starts(
         check_options(BenchOptions("draft", ("MODEL",), tmp_path, prompts=str(path)))
     path.write_text('{"prompt": "a"}\n')
     check_options(BenchOptions("draft", ("MODEL",), tmp_path, prompts=str(path), output_tokens=3))
+    # Only a newline ends a line of JSON. Texts have other separators.
+    path.write_text('{"prompt": "a\u2028b\x85c", "output_tokens": 3}\n', encoding="utf-8")
+    check_options(BenchOptions("draft", ("MODEL",), tmp_path, prompts=str(path)))
+
+
+def test_a_file_of_prompts_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError, match=r"^--prompts: \S+prompts\.jsonl cannot be read: Input/output error$"):
+        check_options(BenchOptions("draft", ("MODEL",), tmp_path, prompts=str(path)))
 
 
 def test_valid_lists_are_parsed() -> None:
@@ -352,6 +372,23 @@ def test_json_has_every_round() -> None:
     assert [len(runs) for runs in found["runs"].values()] == [6, 6]
     assert found["ratio"]["rounds"] == pytest.approx(list(STEADY))
     assert math.isclose(found["acceptance"]["vanilla"]["tokens_per_step"], 2.5)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_result_is_printed_if_it_cannot_be_written(
+    as_json: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = {
+        "exit_code": 0, "model": "MODEL", "device": {"count": 1, "name": "CPU"}, "seconds": 1.0,
+        "versions": {"vllm": "0", "nwor_ops": "0"},
+    }  # fmt: skip
+    (tmp_path / "result.json").mkdir()
+    monkeypatch.setattr(bench, "_measure", lambda *_: (result, [load(STEADY)]))
+    assert bench.run_bench(BenchOptions("draft", ("MODEL",), tmp_path), as_json) == 0
+    printed = capsys.readouterr()
+    assert f"nwor-ops bench: --output: {tmp_path} could not be written: Is a directory" in printed.err
+    assert json.loads(printed.out) == result if as_json else "1 x CPU, vLLM 0" in printed.out
+    assert "picture:" not in printed.out
 
 
 # ---------------------------------------------------------------- rounds

@@ -241,7 +241,10 @@ def test_another_vllm_and_a_plugin_that_is_left_out_are_not_ok():
         (("demo", "--mode", "log"), "'log' is not one of 'cow', 'stage'"),
         (("demo", "--max-tokens", "few"), "Input should be a valid integer"),
         (("demo", "--output", "/proc/no-such-folder"), "--output: /proc/no-such-folder cannot be created"),
+        (("demo", "--output", "/proc"), "--output: no file can be created in /proc: No such file or directory"),
         (("check",), "Missing argument"),
+        (("check", "--cache-memory", "inf", "--", "MODEL"), "--cache-memory: must be a finite number, got inf"),
+        (("check", "--device", "cuda", "--gpu-memory", "inf", "--", "MODEL"), "--gpu-memory: must be a finite number"),
         (("check", "--device", "tpu", "--", "MODEL"), "'tpu' is not one of 'here', 'cuda'"),
     ],
 )

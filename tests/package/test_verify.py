@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import tarfile
 from pathlib import Path
 
@@ -52,6 +53,28 @@ def test_the_ops_are_fine(tmp_path, capsys):
     assert list(files) == ["nwor-verify/report.json"]
 
 
+def test_the_result_is_printed_if_the_archive_cannot_be_written(capsys):
+    full = options(Path("/dev"), output=Path("/dev/full"))
+    check_options(full)
+    assert run_verify(full, as_json=True) == Outcome.FINE
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["archive"] is None
+    assert "--output: /dev/full could not be written: No space left on device" in printed.err
+    assert run_verify(full, as_json=False) == Outcome.FINE
+    assert "archive" not in capsys.readouterr().out
+
+
+def test_no_part_of_an_archive_is_left_behind(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_archive(tmp_path / "found.tar.gz", {"noise": os.urandom(999).hex()}, "")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("how", ["wrong", "raises"])
 def test_a_wrong_op_is_reported_with_the_command_that_repeats_it(how, tmp_path, capsys, monkeypatch):
     original, calls = ops.move_slots, []
@@ -78,6 +101,7 @@ def test_a_wrong_op_is_reported_with_the_command_that_repeats_it(how, tmp_path, 
     [
         (["--minutes", "0", "--seed", "7"], Outcome.FINE, "no violation found (exit code 0)"),
         (["--minutes", "-1"], Outcome.INVALID, "Invalid value for '--minutes'"),
+        (["--minutes", "inf"], Outcome.INVALID, "Invalid value for --minutes: must be a finite number, got inf"),
         (["--device", "tpu"], Outcome.INVALID, "Invalid value for '--device'"),
         (
             ["--output", "no/such/folder"],
@@ -184,7 +208,14 @@ def test_invalid_arguments_of_vllm(tmp_path, monkeypatch):
         ({"output": "no/such/folder"}, {}, "--output: no/such/folder must be a file in a folder that exists"),
         ({"prompts": "none"}, {}, "--prompts: there is no file none"),
         ({"prompts": "empty"}, {}, "--prompts: empty has no prompt"),
+        pytest.param(
+            {"output": "x" * 300}, {}, f"--output: {'x' * 300} cannot be written: File name too long", id="a long name"
+        ),
+        ({"output": "/proc/none"}, {}, "--output: /proc/none cannot be written: No such file or directory"),
         ({"prompts": "list"}, {}, r"--prompts: line 2 of list must be text or a JSON list of token ids"),
+        ({"prompts": "octal"}, {}, r"--prompts: line 1 of octal must be text or a JSON list of token ids"),
+        ({"prompts": "deep"}, {}, r"--prompts: line 1 of deep must be text or a JSON list of token ids"),
+        ({"prompts": "/proc/self/mem"}, {}, "--prompts: /proc/self/mem cannot be read: Input/output error"),
         ({"arguments": ("M",)}, {"VLLM_NWOR_MODE": "cwo"}, "nwor: mode must be one of off, cow, stage, got 'cwo'"),
         ({"arguments": ("M",)}, {"VLLM_NWOR": "off"}, "VLLM_NWOR=off switches the audit off too; unset it"),
     ],
@@ -193,12 +224,29 @@ def test_invalid_options(changes, variables, complaint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").write_text("\n \n")
     (tmp_path / "list").write_text("fine\n[1, 2\n")
+    (tmp_path / "octal").write_text("[007]\n")
+    (tmp_path / "deep").write_text("[" * 100_000)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     paths = {name: Path(value) if isinstance(value, str) else value for name, value in changes.items()}
     with pytest.raises(InvalidOptions) as caught:
         check_options(options(tmp_path, **paths))
     assert str(caught.value) == complaint
+
+
+def test_a_valid_output_is_not_touched_before_the_end(tmp_path):
+    given = options(tmp_path)
+    check_options(given)
+    assert not given.output.exists()
+    given.output.write_text("an earlier archive")
+    check_options(given)
+    assert given.output.read_text() == "an earlier archive"
+
+
+def test_a_line_of_prompts_ends_with_a_newline_only(tmp_path):
+    path = tmp_path / "prompts"
+    path.write_text("one\u2028two\nthree\n", encoding="utf-8")
+    assert verify._prompts(options(tmp_path, prompts=path)) == ["one\u2028two", "three"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
