@@ -364,7 +364,7 @@ def parse_arguments() -> argparse.Namespace:
         "--quick", action="store_true", help=f"the fewest rounds, and {' and '.join(VANILLA_QUICK)} alone"
     )
     parser.add_argument(
-        "--ttft-rounds", type=int, default=4, help="rounds that measure the first tokens of long prompts"
+        "--ttft-rounds", type=int, default=4, help="rounds that measure the first tokens of long prompts, or 0"
     )
     parser.add_argument(
         "--held", action=argparse.BooleanOptionalAction, default=True, help="count the requests in a full cache"

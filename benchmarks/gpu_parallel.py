@@ -246,7 +246,7 @@ def gpus_here() -> int:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--gpus", nargs="+", type=int, help="how many, of 1, 2 and 4 (default: as far as there are)")
-    parser.add_argument("--modes", nargs="+", choices=list(CAPTURES), default=list(CAPTURES), help="NWOR's")
+    parser.add_argument("--modes", nargs="+", choices=list(CAPTURES), default=list(CAPTURES), help="mode of NWOR")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=[16, 64], help="of each engine")
     parser.add_argument("--target", choices=list(SHAPES), default="8b", help="shape of the target: Llama 3's")
     parser.add_argument("--seconds", type=float, default=8.0, help="how long to measure each row")

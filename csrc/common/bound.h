@@ -16,8 +16,8 @@
 
 namespace nwor {
 
-// The window of a begin, as its commit needs it. The first two are in the memory of a handle,
-// where Python writes them: an int argument costs the host more than a tensor.
+// The window of a begin, as its commit needs it. Python writes num_rows to the memory of a
+// handle, because an int argument costs the host more than a tensor.
 struct Begun {
     int64_t num_requests = 0;
     int64_t num_rows = -1;  // as in restore_slots; negative: not given
@@ -132,7 +132,7 @@ struct BoundCalls {
 
     int64_t mark = kMark;
     const BoundCalls* self = this;
-    Begun window;  // of the last begin
+    Begun window;  // The last begin fills it.
     std::vector<std::shared_ptr<BoundCall>> calls;
     // For a commit: the handle of its begin.
     const BoundCalls* begun = nullptr;

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nwor_ops.cli.files import lines_of, make_folder
+from nwor_ops.cli.files import lines_of, make_folder, parse_json
 from nwor_ops.config import SWITCH, is_ours
 
 VANILLA, OURS = "vanilla", "nwor"
@@ -156,10 +155,7 @@ def _check_prompts(path: pathlib.Path, has_length: bool) -> None:
     if not lines:
         raise ValueError(f"--prompts: {path} is empty")
     for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = None
+        entry = parse_json(line)
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
             raise ValueError(f'--prompts: line {number} of {path} must be an object with a "prompt"')
         if has_length:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import tempfile
+from typing import Any
 
 
 def make_folder(folder: pathlib.Path) -> None:
@@ -25,7 +27,7 @@ def make_folder(folder: pathlib.Path) -> None:
 
 
 def check_file(file: pathlib.Path) -> None:
-    """Check that a file can be written. Its contents stay, and a new file is not left behind.
+    """Check that a file can be written. This leaves its contents unchanged and creates no file.
 
     Raises:
         ValueError: it is not possible; the message is a sentence.
@@ -53,6 +55,14 @@ def lines_of(option: str, file: pathlib.Path) -> list[str]:
     except OSError as error:
         raise ValueError(f"{option}: {file} cannot be read: {error.strerror}") from None
     return text.removesuffix("\n").split("\n") if text else []
+
+
+def parse_json(line: str) -> Any:
+    """Return the value of a line of JSON, or None if Python cannot read it."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def not_written(output: pathlib.Path, error: OSError) -> str:

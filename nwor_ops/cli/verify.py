@@ -23,17 +23,21 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from nwor_ops.cli.files import check_file, lines_of, not_written
+from nwor_ops.cli.files import check_file, lines_of, not_written, parse_json
 from nwor_ops.cli.stages import Stages
 from nwor_ops.cli.verify_archive import Redaction, allowed_environment, versions_here, write_archive
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
 from nwor_ops.testing.random_windows import FAMILIES, run_window
 
-SHARE_OF_OPS = 0.1  # share of the time, if there is an engine too
-SLICE_SECONDS = 1.0  # an engine runs so long between two steps of the progress
-LAST_SECONDS = 20.0  # then requests that have not ended are aborted
-PATIENCE_SECONDS = 3600.0  # a large model may be downloaded and compiled
+# The share of the ops in the time, if an engine runs too.
+SHARE_OF_OPS = 0.1
+# An engine serves requests for this time before the progress is updated.
+SLICE_SECONDS = 1.0
+# After this time at the end, the engine aborts requests that still run.
+LAST_SECONDS = 20.0
+# The start of an engine may download and compile a large model.
+PATIENCE_SECONDS = 3600.0
 _AUDIT_ERROR = re.compile(r"\bAuditError: (.+)$", re.MULTILINE)
 _INVALID = "InvalidArguments: "
 
@@ -127,18 +131,16 @@ def _check_prompts(options: VerifyOptions) -> None:
         return
     if not options.prompts.is_file():
         raise ValueError(f"--prompts: there is no file {options.prompts}")
-    if not _prompts(options):
+    lines = lines_of("--prompts", options.prompts)
+    if not any(map(str.strip, lines)):
         raise ValueError(f"--prompts: {options.prompts} has no prompt")
-    for number, line in enumerate(lines_of("--prompts", options.prompts), 1):
+    for number, line in enumerate(lines, 1):
         if line.strip().startswith("[") and not _is_list_of_tokens(line):
             raise ValueError(f"--prompts: line {number} of {options.prompts} must be text or a JSON list of token ids")
 
 
 def _is_list_of_tokens(line: str) -> bool:
-    try:
-        tokens = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
+    tokens = parse_json(line)
     return isinstance(tokens, list) and bool(tokens) and all(type(token) is int and token >= 0 for token in tokens)
 
 
@@ -155,6 +157,7 @@ def run_verify(options: VerifyOptions, as_json: bool) -> int:
     Raises:
         InvalidOptions: vLLM refuses the arguments.
     """
+    redaction = Redaction(os.environ, options.arguments, _prompts(options))
     progress = Console(stderr=True, highlight=False)
     stages, result = Stages(progress, 4 if options.arguments else 1), Result()
     with tempfile.TemporaryDirectory(prefix="nwor-verify-") as folder:
@@ -172,7 +175,6 @@ def run_verify(options: VerifyOptions, as_json: bool) -> int:
                 engine.close()
                 result.log = engine.log.read_text(errors="replace")
         _conclude(result)
-    redaction = Redaction(os.environ, options.arguments, _prompts(options))
     report = redaction.tree(_report(options, result))
     archive: str | None = str(options.output)
     try:
@@ -194,16 +196,28 @@ def _compare_ops(options: VerifyOptions, seconds: float, stage: Stage, result: R
     """Compare windows until the time is over: at least one of each family. Stop at the first difference."""
     calls: Counter[str] = Counter()
     doing, whole_seconds = f"comparing random windows of every op on {options.device}", max(1, round(seconds))
-    started, rounds, shown = time.monotonic(), 0, 0
+    started, rounds = time.monotonic(), 0
     with stage(doing, whole_seconds) as advance:
+        show = _progress(advance, whole_seconds)
         while result.violation is None and (rounds == 0 or time.monotonic() < started + seconds):
             _compare_round(options.seed + rounds, options.device, calls, result)
             rounds += 1
-            while shown < min(whole_seconds, int(time.monotonic() - started)):
-                advance()
-                shown += 1
+            show(time.monotonic() - started)
     taken = round(time.monotonic() - started, 1)
     result.ops = {"device": options.device, "rounds": rounds, "seconds": taken, "calls": dict(sorted(calls.items()))}
+
+
+def _progress(advance: Callable[[], None], most: int) -> Callable[[float], None]:
+    """Return a function that shows how many of the parts of a stage are done."""
+    shown = 0
+
+    def show(done: float) -> None:
+        nonlocal shown
+        while shown < min(most, int(done)):
+            advance()
+            shown += 1
+
+    return show
 
 
 def _compare_round(seed: int, device: str, calls: Counter[str], result: Result) -> None:
@@ -255,16 +269,14 @@ def _audit_engine(engine: EngineProcess, seconds: float, stage: Stage, result: R
         with stage(doing, None):
             engine.ask("start")
         started = True
-        slices, shown = max(1, round(seconds / SLICE_SECONDS)), 0
+        slices, rest = max(1, round(seconds / SLICE_SECONDS)), seconds
         with stage("serving random requests", slices) as advance:
-            began = time.monotonic()
-            while shown == 0 or time.monotonic() < began + seconds:  # a step of a large cache may take seconds
-                rest = began + seconds - time.monotonic()
-                result.engine["requests"] = engine.ask(f"serve {max(0.0, min(rest, SLICE_SECONDS)):.2f}")
-                passed = min(slices, max(shown + 1, int((time.monotonic() - began) / SLICE_SECONDS)))
-                for _ in range(passed - shown):
-                    advance()
-                shown = passed
+            began, show = time.monotonic(), _progress(advance, slices)
+            while "requests" not in result.engine or rest > 0:  # a step of a large cache may take seconds
+                result.engine["requests"] = engine.ask(f"serve {min(rest, SLICE_SECONDS):.2f}")
+                passed = time.monotonic() - began
+                rest = seconds - passed
+                show(passed / SLICE_SECONDS)
             result.engine |= engine.ask(f"finish {LAST_SECONDS}")
         if not _audited_windows(result.engine["audits"]):
             result.outcome = Outcome.NOTHING

@@ -5,9 +5,8 @@ first reads the arguments, and answers with the versions. Each line of stdin is 
 (:func:`nwor_ops.cli.demo_engine.serve`):
 
 - ``start``: start the engine. Its environment switches the audit on.
-- ``serve SECONDS``: add, abort and serve random requests for this time, for one step at least.
-- ``finish SECONDS``: serve the requests that still run, abort those that have not ended after this time, and return
-  what was audited.
+- ``serve SECONDS``: add, abort and serve random requests for this time. At least one step runs.
+- ``finish SECONDS``: serve the requests that still run, and abort them after this time. Return the audit's summary.
 
 An error of the audit ends the process. Its log then has the line ``AuditError: ...``.
 """

@@ -7,7 +7,7 @@ callables, since one more Python function costs the host some us in a cold cache
 :func:`own_error`.
 
 torch takes time for each None too, and longer for an int than for a tensor. So these ops have only the arguments that
-their calls need, and numbers are written to the memory of a handle (:func:`numbers_of`).
+their calls need. A caller writes ``num_rows`` to the memory of a handle (:func:`numbers_of`).
 
 These functions are for :class:`nwor_ops.DraftCommitManager`. They are not public ops, because the schema of a handle
 hides which tensors are mutated. A trace refuses them.
