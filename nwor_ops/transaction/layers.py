@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nwor_ops.kv_cache import LayerCache, Plane
+from nwor_ops.kv_cache import LayerCache, Plane, has_no_data
 from nwor_ops.torch_fixes import static, static_int
 from nwor_ops.validation import BoundToMemory
 
@@ -70,6 +70,15 @@ class LayerTable(BoundToMemory, dict[str, Layer]):
         self[name] = Layer(name, cache, layer_class, len(layer_class.names))
         layer_class.names.append(name)
 
+    def owner_of(self, cache: LayerCache, group: str) -> str | None:
+        """Return a layer of this group that has one of these planes, or None.
+
+        Planes that begin at one address share an element. No other overlap is looked for: layers may be interleaved.
+        """
+        own = _addresses(cache)
+        others = (layer for layer in self.values() if layer.layer_class.group == group)
+        return next((layer.name for layer in others if own & _addresses(layer.cache)), None)
+
     def _class_of(self, group: str, cache: LayerCache) -> LayerClass:
         geometries = [plane.geometry for plane in cache.planes]
         for layer_class in self.classes:
@@ -100,6 +109,11 @@ class LayerTable(BoundToMemory, dict[str, Layer]):
                     (_traced_root(view, flat), tuple(view.shape), view.stride(), int(view.storage_offset()))
                     for view in views
                 )
+
+
+def _addresses(cache: LayerCache) -> set[int]:
+    """Return where the planes begin that have memory."""
+    return {plane.view.data_ptr() for plane in cache.planes if plane.view.numel() and not has_no_data(plane.view)}
 
 
 def _traced_root(view: Tensor, flat: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:

@@ -233,11 +233,17 @@ class DraftCommitManager(Stateful[Layer]):
 
         Raises:
             RuntimeError: the manager is allocated already.
-            ValueError, TypeError: the name is taken, or the cache is on another device. The layer is not registered.
+            ValueError, TypeError: the name is taken, or the cache is on another device. Or, in mode ``"cow"``, it is
+                the cache of another layer of the group. The layer is not registered.
         """
         self._require(State.REGISTERING, "register_layer")
         self._check_new_layer(name, cache)
         validation.instance("register_layer: group", group, str, "a string")
+        if self.mode == "cow" and (owner := self._layers.owner_of(cache, group)) is not None:
+            raise ValueError(
+                f"register_layer: cache of {name!r} must have other memory than {owner!r} of the same group: a layer "
+                "would log what another one wrote; of layers with one cache, register the one that writes"
+            )
         self._layers.add(name, cache, group)
 
     def allocate(self) -> None:

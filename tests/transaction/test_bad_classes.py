@@ -454,6 +454,32 @@ def test_layers_and_counters(mode):
     assert manager.stats() == Stats(2, 4, 2, 2, 0, 0, 0)
 
 
+@pytest.mark.parametrize("manager_of", [DraftCommitManager, lambda **limits: InFlightManager(windows=2, **limits)])
+def test_two_layers_of_a_group_have_different_caches(manager_of):
+    """The second layer would log what the first one wrote, and the undo would bring rejected rows back."""
+    cache, values = torch.zeros(8, 4, 2, 16), torch.zeros(8, 4, 2, 16)
+    manager = manager_of(**MANAGER)
+    manager.register_layer("a", LayerCache.split(cache, values))
+    for other in (
+        LayerCache.packed(cache),
+        LayerCache.opaque(cache),
+        LayerCache.split(torch.zeros_like(cache), values),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^register_layer: cache of 'b' must have other memory than 'a' of the same group"
+        ):
+            manager.register_layer("b", other)
+    assert manager.layer_names == ("a",)
+    # A slot belongs to one group at a time. Layers may be interleaved. A cache without elements has no memory.
+    manager.register_layer("b", LayerCache.packed(cache), group="other")
+    both = torch.zeros(8, 4, 2, 16)
+    manager.register_layer("c", LayerCache.packed(both[:, ::2]))
+    manager.register_layer("d", LayerCache.packed(both[:, 1::2]))
+    for name in ("e", "f"):
+        manager.register_layer(name, LayerCache.packed(torch.zeros(0, 4, 2, 16)))
+    manager.allocate()
+
+
 @pytest.mark.parametrize(
     ("mode", "maker"), [("cow", "_new_log"), ("cow", "WindowBuffers"), ("cow", "PlaneList"), ("stage", "WindowBuffers")]
 )
