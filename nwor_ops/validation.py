@@ -20,7 +20,8 @@ INT32_MAX = 2**31 - 1  # rows, tokens and requests are numbered in int32
 def shown(value: object) -> str:
     """Return a value as error messages show it."""
     if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)} on {value.device}"
+        shape = "nested" if value.is_nested else list(value.shape)
+        return f"{value.dtype} {shape} on {value.device}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -57,6 +58,20 @@ def function(what: str, value: object) -> None:
         raise TypeError(f"{what} must be callable, got {shown(value)}")
 
 
+def items(what: str, values: Any, wanted: str) -> list[Any]:
+    """Return the values of an argument as a list. ``wanted`` describes them. A text is not taken for its letters.
+
+    Raises:
+        TypeError: the argument is not iterable.
+    """
+    try:
+        if not isinstance(values, (str, bytes)):
+            return list(values)
+    except TypeError:
+        pass
+    raise TypeError(f"{what} must be a list of {wanted}, got {shown(values)}")
+
+
 def tensor(
     what: str,
     value: object,
@@ -68,11 +83,14 @@ def tensor(
     """Check a tensor argument.
 
     Raises:
-        TypeError: ``value`` is not a tensor, has none of ``dtypes`` (none given = any), or is not on ``device``.
+        TypeError: ``value`` is not a dense tensor, has none of ``dtypes`` (none given = any), or is not on ``device``.
         ValueError: ``value`` does not have ``dims`` dimensions, or fewer than ``least`` elements in the first one.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} must be a tensor, got {shown(value)}")
+    if value.layout != torch.strided or value.is_nested or value.is_quantized:
+        kind = "nested" if value.is_nested else value.dtype if value.is_quantized else value.layout
+        raise TypeError(f"{what} must be a dense tensor, got {kind}")
     if dtypes and value.dtype not in dtypes:
         raise TypeError(f"{what} must have dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
     if device is not None and value.device != device:

@@ -78,7 +78,7 @@ class DispatchTable:
 
     def add(self, keys: Iterable[GraphKey]) -> None:
         """Add keys. Known keys stay."""
-        keys = list(keys)
+        keys = validation.items("DispatchTable: keys", keys, "GraphKeys")
         for key in keys:
             validation.instance("DispatchTable: each of keys", key, GraphKey, "a GraphKey")
         for key in keys:
@@ -127,6 +127,7 @@ def keys_of_token_counts(token_counts: Iterable[int], query_len: int, max_num_re
     """
     validation.integer("keys_of_token_counts: query_len", query_len)
     validation.integer("keys_of_token_counts: max_num_reqs", max_num_reqs)
+    token_counts = validation.items("keys_of_token_counts: token_counts", token_counts, "integers")
     token_counts = [validation.integer("keys_of_token_counts: each of token_counts", tokens) for tokens in token_counts]
     counts = {-(-tokens // query_len) for tokens in token_counts}
     return [GraphKey(count, query_len) for count in sorted(counts, reverse=True) if count <= max_num_reqs]

@@ -181,7 +181,9 @@ class DraftLoop(BoundToMemory):
             RuntimeError: the buffers are not on a CUDA device.
             TypeError: a key is not a GraphKey.
         """
-        keys, modes, drafts = list(keys), list(modes), self._checked_drafts(num_drafts)
+        keys = validation.items("DraftLoop.capture: keys", keys, "GraphKeys")
+        modes = validation.items("DraftLoop.capture: modes", modes, "modes")
+        drafts = self._checked_drafts(num_drafts)
         for key in keys:
             validation.instance("DraftLoop: each of keys", key, GraphKey, "a GraphKey")
         chosen = [(self._graph_mode(mode), self._checked(key, key.num_reqs)) for mode in modes for key in keys]

@@ -201,6 +201,7 @@ class InFlightManager(DraftCommitManager):
         """
         self._require_deferred("undo", deferred)
         last = deferred.num_requests - 1
+        requests = validation.items("undo: requests", requests, "integers")
         places = [validation.integer("undo: requests", request, 0, last) for request in requests]
         buffers, rows = self.buffers, self._rows(deferred.section)
         ended = numbers_on(self.device, places)

@@ -741,8 +741,10 @@ class DraftCommitManager(Stateful[Layer]):
             ValueError, TypeError: a state is not below ``max_num_requests``.
         """
         self._require(State.CLOSED, "forget_shadow_pages")
-        for state in () if states is None else states:
-            validation.integer("forget_shadow_pages: states", state, 0, self.max_num_requests - 1)
+        if states is not None:
+            states = validation.items("forget_shadow_pages: states", states, "integers")
+            for state in states:
+                validation.integer("forget_shadow_pages: states", state, 0, self.max_num_requests - 1)
         if states is None or len(states) > 0:
             self.recovery.forget(states)
 
@@ -858,7 +860,7 @@ class DraftCommitManager(Stateful[Layer]):
         try:
             if has_no_data(tensor) or has_no_data(layer.cache.planes[0].view):
                 return True
-        except AttributeError as error:
+        except (AttributeError, RuntimeError) as error:
             raise explained(error, validation.tensor, f"{method}: {argument}", tensor) from None
         if self._state is not State.OPEN:
             self._require_window(method, name, tensor)

@@ -437,6 +437,62 @@ def test_a_token_offset_of_fewer_tokens():
             manager.write("a", key, value, slots, token_offset=5)
 
 
+def not_dense() -> list[torch.Tensor]:
+    values = torch.zeros(3, 2, 8)
+    return [
+        values.to_sparse(),
+        torch.nested.nested_tensor([values[0], values[1]]),
+        torch.quantize_per_tensor(values, 1.0, 0, torch.qint8),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_tensors_that_are_not_dense(mode):
+    for value in not_dense():
+        calls = [("write", "key"), ("write", "value"), ("write", "slot_mapping")]
+        for method, name in [*calls, *([("log", "slot_mapping")] if mode == "cow" else [])]:
+            sentence = f"^(write|log|write_kv|write_kv_logged|log_slots): {name} must be a dense tensor, got "
+            assert_refused_and_works(mode, method, name, value, sentence)
+    for value in (
+        CACHE.to_sparse(),
+        torch.nested.nested_tensor([CACHE[0]]),
+        torch.quantize_per_tensor(CACHE, 1.0, 0, torch.qint8),
+    ):
+        refused(Plane, {}, "view", value, "^Plane: view must be a dense tensor, got ", TypeError)
+        refused(LayerCache.packed, {}, "cache", value, r"^LayerCache.packed: cache must be a dense tensor", TypeError)
+        with pytest.raises(TypeError, match=r"^LayerCache.opaque: planes\[0\] must be a dense tensor"):
+            LayerCache.opaque(value)
+        # In the words of an error about another type.
+        refused(DraftCommitManager, MANAGER, "device", value, "^DraftCommitManager: device must be .* got ", TypeError)
+
+
+def test_what_is_no_list():
+    manager, loop = new_manager("cow"), DraftLoop(**LOOP)
+    deferring = InFlightManager(windows=2, **MANAGER)
+    deferring.register_layer("a", LayerCache.packed(torch.zeros(8, 4, 2, 16)))
+    deferring.allocate()
+    deferring.begin(new_window())
+    deferred = deferring.defer()
+    for value in (3, True, 1.5, "loop", torch.tensor(0), object()):
+        refused(
+            manager.forget_shadow_pages, {}, "states", value, "^forget_shadow_pages: states must be a list", TypeError
+        )
+        refused(deferring.undo, {"deferred": deferred}, "requests", value, "^undo: requests must be a list", TypeError)
+        keys = {"keys": [GraphKey(1, 1)], "modes": ["loop"]}
+        refused(loop.capture, keys, "keys", value, "^DraftLoop.capture: keys must be a list of GraphKeys", TypeError)
+        refused(loop.capture, keys, "modes", value, "^DraftLoop.capture: modes must be a list of modes", TypeError)
+        refused(DispatchTable, {}, "keys", value, "^DispatchTable: keys must be a list of GraphKeys", TypeError)
+        refused(DispatchTable().add, {}, "keys", value, "^DispatchTable: keys must be a list of GraphKeys", TypeError)
+        counts = {"query_len": 1, "max_num_reqs": 2}
+        refused(
+            keys_of_token_counts, counts, "token_counts", value, "^keys_of_token_counts: token_counts must be a list",
+            TypeError,
+        )  # fmt: skip
+    manager.forget_shadow_pages(iter([0]))
+    deferring.undo(deferred, iter([0]))
+
+
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_layers_and_counters(mode):
     good = {"name": "c", "cache": LayerCache.packed(CACHE), "group": "default"}
