@@ -15,6 +15,7 @@ import pytest
 import torch
 from processes import environment, interpreted
 
+from nwor_ops.recurrent.cache import CHUNK
 from nwor_ops.vllm.recurrent import stores, supported
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.support.connectors import CONNECTORS
@@ -77,6 +78,15 @@ def wrapped(connector: str, **contents: Any) -> Any:
     vars(module).update(contents)
     stores.PATCHES[name](module)
     return module
+
+
+def test_an_exact_ring_and_a_chunk_of_one_size_have_different_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "has_one_state", lambda config: True)
+    monkeypatch.setattr(RecordGeometry, "of", lambda config: config)
+    ring = replace(GEOMETRY, ring_rows=CHUNK - 1 + GEOMETRY.rows)
+    chunk = replace(ring, chunk=CHUNK)
+    assert ring.num_bytes == chunk.num_bytes
+    assert stores.layout_of(ring) != stores.layout_of(chunk)
 
 
 def test_each_connector_that_shares_pages_has_a_hook_that_fits() -> None:

@@ -1,9 +1,9 @@
 """Keep pages with a record apart from vanilla vLLM's pages when KV connectors share pages between engines.
 
 A page with one state per request has another size than vLLM's page. A request has one page instead of K + 1. In vLLM,
-keys of shared stores and handshakes of transfers include neither fact. Engines with one state therefore add the number
-of rows and bytes of a record to each of them. An engine then never finds a page with another layout. A transfer between
-engines with different layouts fails when they connect.
+keys of shared stores and handshakes of transfers include neither fact. Engines with one state therefore add the form
+(``chunk``), rows and bytes of a record to each of them. An engine then never finds a page with another layout. A
+transfer between engines with different layouts fails when they connect.
 
 | connector | what differs | effect |
 |---|---|---|
@@ -38,7 +38,8 @@ def layout_of(vllm_config: Any) -> str:
     if not has_one_state(vllm_config):
         return ""
     geometry = RecordGeometry.of(vllm_config)
-    return f"one-state-{geometry.rows}x{geometry.num_bytes}"
+    form = "chunk-" if geometry.chunk else ""  # an exact ring may have records of the same size
+    return f"one-state-{form}{geometry.rows}x{geometry.num_bytes}"
 
 
 def _wrap_offloading(module: ModuleType) -> None:
