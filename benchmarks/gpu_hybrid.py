@@ -86,7 +86,8 @@ ROUNDS = {384: 1}
 LEAST_ROUNDS = 2
 NOT_WARMED_UP = 384  # it takes 10 s, and runs graphs and kernels that smaller loads have run
 # Eight blocks of 576 tokens, and less than one.
-PREFIX_TOKENS, SUFFIX_TOKENS, TTFT_REQUESTS = 4608, 300, 8
+PREFIX_TOKENS, SUFFIX_TOKENS = 4608, 300
+TTFT_SINGLE, TTFT_AT_ONCE = 16, 8  # prompts of a round, one by one and together
 SMALL_TOKENS = (512, 40)
 FIT_TOKENS = 2048
 HELD_PROMPT, HELD_REQUESTS = 1536, 480  # more than either cache holds
@@ -254,38 +255,50 @@ def figures(vanilla: str, count: int, answers: dict[str, list[dict[str, Any]]]) 
 def first_tokens(
     engines: dict[str, EngineProcess], rounds: int, tokens: tuple[int, int]
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Ask both sides in turn for prompts that share a prefix: first one by one, then all together. ``tokens`` has the
-    lengths of the prefix and of the rest."""
+    """Ask for prompts that share a prefix: one by one, then all together. ``tokens`` has the lengths of the prefix and
+    of the rest. The sides take turns at each prompt, because the host can be slower for a second at a time."""
     answers: dict[str, dict[str, list[dict[str, Any]]]] = {side: {"single": [], "at_once": []} for side in engines}
+
+    def ask(kind: str, requests: int, turn: int, number: int) -> None:
+        command = f"ttft {requests} {tokens[0]} {tokens[1]} {int(kind == 'at_once')} {number}"
+        for side in list(engines)[:: 1 if turn % 2 == 0 else -1]:
+            answers[side][kind].append(engines[side].ask(command))
+
     for number in range(rounds):
-        for side in list(engines)[:: 1 if number % 2 == 0 else -1]:
-            for at_once, kind in enumerate(("single", "at_once")):
-                command = f"ttft {TTFT_REQUESTS} {tokens[0]} {tokens[1]} {at_once} {number}"
-                answers[side][kind].append(engines[side].ask(command))
+        for place in range(TTFT_SINGLE):
+            ask("single", 1, number + place, number)
+        ask("at_once", TTFT_AT_ONCE, number, number)
     return answers
 
 
 def first_token_figures(vanilla: str, answers: dict[str, dict[str, list[dict[str, Any]]]]) -> list[Row]:
-    """Make rows of first tokens. The first prompt of a round is cold. All later prompts hit its prefix."""
+    """Make rows of first tokens. A single prompt is a hit if the engine found a part of it in the prefix cache.
+
+    The ratios of single prompts compare pairs: both hits, or both cold.
+    """
     rows, samples = [], {}
     for side, found in answers.items():
+        single = [(1e3 * run["seconds"][0], run["cached"][0], run["prompt_tokens"]) for run in found["single"]]
+        at_once = [1e3 * seconds for run in found["at_once"] for seconds in run["seconds"]]
+        samples[side] = single, at_once
         name = side if side == vanilla else f"{OURS}_beside_{vanilla}"
-        times = {
-            "cold": [1e3 * run["seconds"][0] for run in found["single"]],
-            "hit": [1e3 * seconds for run in found["single"] for seconds in run["seconds"][1:]],
-            "hit_at_once": [1e3 * seconds for run in found["at_once"] for seconds in run["seconds"]],
-        }
-        samples[side] = times
-        rows += [row(f"ttft_ms_{name}/{kind}", values, "ms", "lower", digits=2) for kind, values in times.items()]
-        tokens = sum(run["prompt_tokens"] * (len(run["cached"]) - 1) for run in found["single"])
-        hits = sum(sum(run["cached"][1:]) for run in found["single"])
-        rows.append(row(f"hit_rate_{name}", [hits / tokens], "ratio", "higher"))
-    for kind in samples[vanilla]:
-        pairs = zip(samples[OURS][kind], samples[vanilla][kind], strict=True)
-        rows.append(
-            row(f"ttft_{OURS}/over_{vanilla}/{kind}", [mine / theirs for mine, theirs in pairs], "ratio", "lower")
-        )
-    return rows
+        later = [(cached, tokens) for place, (_, cached, tokens) in enumerate(single) if place % TTFT_SINGLE]
+        rows += [
+            row(f"ttft_ms_{name}/cold", [time for time, cached, _ in single if not cached], "ms", "lower", digits=2),
+            row(f"ttft_ms_{name}/hit", [time for time, cached, _ in single if cached], "ms", "lower", digits=2),
+            row(f"ttft_ms_{name}/hit_at_once", at_once, "ms", "lower", digits=2),
+            row(f"hit_rate_{name}", [sum(cached for cached, _ in later) / sum(n for _, n in later)], "ratio", "higher"),
+        ]
+    (ours, ours_at_once), (theirs, theirs_at_once) = samples[OURS], samples[vanilla]
+    pairs = [(mine[0] / other[0], mine[1], other[1]) for mine, other in zip(ours, theirs, strict=True)]
+    ratios_of = {
+        "cold": [ratio for ratio, mine, other in pairs if not mine and not other],
+        "hit": [ratio for ratio, mine, other in pairs if mine and other],
+        "hit_at_once": [mine / other for mine, other in zip(ours_at_once, theirs_at_once, strict=True)],
+    }
+    return rows + [
+        row(f"ttft_{OURS}/over_{vanilla}/{kind}", values, "ratio", "lower") for kind, values in ratios_of.items()
+    ]
 
 
 def fit_figures(vanilla: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[Row]:

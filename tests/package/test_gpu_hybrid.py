@@ -63,9 +63,10 @@ class Engine:
     def ask(self, command: str) -> dict[str, Any]:
         self.said.append(f"{self.side}: {command}")
         if command.startswith("ttft"):
-            count = int(command.split()[1])
-            found = [self.seconds] + [self.seconds / 2] * (count - 1)
-            return {"seconds": found, "cached": [0] + [512] * (count - 1), "prompt_tokens": 1024}
+            count, seed = int(command.split()[1]), command.split()[-1]
+            hit = any(earlier.endswith(seed) for earlier in self.said[:-1] if earlier.startswith(f"{self.side}: ttft"))
+            found = {"seconds": self.seconds / (2 if hit else 1), "cached": 512 if hit else 0}
+            return {name: [value] * count for name, value in found.items()} | {"prompt_tokens": 1024}
         return {"seconds": self.seconds, "tokens": 256, "acceptance_length": 2.5, "most_running": 7}
 
 
@@ -89,12 +90,28 @@ def test_the_sides_take_turns_and_a_row_is_their_ratio() -> None:
 def test_first_tokens_of_cold_prompts_and_of_hits() -> None:
     said: list[str] = []
     answers = gpu_hybrid.first_tokens(pair(said), 2, (900, 124))
-    assert said[:2] == ["default: ttft 8 900 124 0 0", "default: ttft 8 900 124 1 0"]
-    assert said[4] == "recurrent: ttft 8 900 124 0 1"  # the order turns
+    ask = "ttft 1 900 124 0 0"
+    assert said[:4] == [f"default: {ask}", f"recurrent: {ask}", f"recurrent: {ask}", f"default: {ask}"]
+    assert said[32:35] == [
+        "default: ttft 8 900 124 1 0",
+        "recurrent: ttft 8 900 124 1 0",
+        "recurrent: ttft 1 900 124 0 1",
+    ]
+    assert len(said) == 2 * 2 * (16 + 1)
     rows = {row.name: row.value for row in gpu_hybrid.first_token_figures("default", answers)}
     assert (rows["ttft_ms_default/cold"], rows["ttft_ms_default/hit"]) == (2000, 1000)
     assert rows["ttft_recurrent/over_default/cold"] == rows["ttft_recurrent/over_default/hit_at_once"] == 0.5
     assert rows["hit_rate_default"] == rows["hit_rate_recurrent_beside_default"] == 0.5
+
+
+def test_a_prompt_that_only_one_side_has_cached_is_in_no_ratio() -> None:
+    answers = gpu_hybrid.first_tokens(pair([]), 1, (900, 124))
+    for run in answers["default"]["single"][:2]:  # our second prompt is a hit, vanilla's is not
+        run |= {"seconds": [9.0], "cached": [0]}
+    rows = {row.name: row for row in gpu_hybrid.first_token_figures("default", answers)}
+    assert rows["ttft_recurrent/over_default/hit"].spread == [0.5, 0.5]
+    assert rows["ttft_recurrent/over_default/cold"].value == round(1 / 9, 4)
+    assert rows["ttft_ms_default/cold"].value == 9000
 
 
 def test_the_best_vanilla_is_that_over_which_we_gain_least() -> None:
