@@ -62,12 +62,14 @@ class AlignedStates:
         self, context: Any, groups: Sequence[tuple[GroupLayers, Tensor]], drafts: int, patches: Patches
     ) -> None:
         self._groups, self._block_size, self._drafts = groups, context.block_size, drafts
-        tables = [table for _, table in groups]
-        self._plan = torch.zeros(tables[0].shape[0], 4, dtype=torch.int32, device=tables[0].device)
+        (first, table), *_ = groups
+        self._cursors = first.cursors  # of all groups
+        self._columns = table.shape[1]
+        self._plan = torch.zeros(len(groups) * table.shape[0], 4, dtype=torch.int32, device=table.device)
         self._may_cross = True
         self.audit: StateAudit | None = None
         is_conv = context.state_conv_widths > 0
-        self._pages = _pages_of(context, groups) if groups[0][0].cursors.chunk else None
+        self._pages = _pages_of(context, groups) if self._cursors.chunk else None
         for name in PER_STATE:
             setattr(context, name, getattr(context, name)[is_conv].contiguous())
         context.num_states = int(is_conv.sum())
@@ -134,17 +136,18 @@ class AlignedStates:
 
     def _move(self, requests: Tensor, source: Tensor, target: Tensor, moves: Tensor, kept: Tensor) -> None:
         """Move the cursors of states that were copied with their records. Arguments are those of :meth:`_fold`."""
-        source, target = source.clamp(min=0).long(), target.clamp(min=0).long()
-        for group, table in self._groups:
-            sources, targets = table[requests, source] * moves, table[requests, target] * moves
-            group.cursors.move(sources.long(), targets.long(), kept)
-            if self.audit is not None:
-                self.audit.moved(group, sources.tolist(), targets.tolist())
+        sources, targets = self._blocks(requests, source, target, moves).unbind()
+        self._cursors.move(sources.view(-1).long(), targets.view(-1).long(), kept.repeat(len(self._groups)))
+        if self.audit is not None:
+            for number, (group, _) in enumerate(self._groups):
+                self.audit.moved(group, sources[number].tolist(), targets[number].tolist())
 
     def _fold(
         self, requests: Tensor, source: Tensor, target: Tensor, moves: Tensor, rows: Tensor, keep_source: bool
     ) -> None:
         """Fold pending rows from one block of each request into another.
+
+        One plan serves all groups, because a block belongs to one group at a time.
 
         Args:
             requests: int64 ``[R]``: requests of the runner.
@@ -153,12 +156,21 @@ class AlignedStates:
             rows: number of pending rows to apply, ``[R]``.
             keep_source: whether the rows stay pending in the source.
         """
-        source, target = source.clamp(min=0).long(), target.clamp(min=0).long()
-        for group, table in self._groups:
-            sources, targets = table[requests, source] * moves, table[requests, target] * moves
-            group.fold(self._plan, sources, targets, rows, keep_source)
+        sources, targets = self._blocks(requests, source, target, moves).unbind()
+        plan = self._plan[: sources.numel()]
+        self._cursors.plan_fold(plan, sources.view(-1), targets.view(-1), rows.repeat(len(self._groups)), keep_source)
+        for (group, _), part in zip(self._groups, plan.view(*sources.shape, 4), strict=True):
+            group.fold_planned(part)
             if self.audit is not None:
-                self.audit.folded(group, self._plan[: sources.shape[0]])
+                self.audit.folded(group, part)
+
+    def _blocks(self, requests: Tensor, source: Tensor, target: Tensor, moves: Tensor) -> Tensor:
+        """Return the blocks in these columns of each group's table, ``[2, groups, R]``; 0 for requests that stay.
+
+        The tables have equal strides, as vLLM's kernels expect too.
+        """
+        places = torch.stack((source, target)).clamp_(min=0) + requests * self._columns
+        return torch.stack([table.take(places) for _, table in self._groups], dim=1).mul_(moves)
 
 
 def _pages_of(context: Any, groups: Sequence[tuple[GroupLayers, Tensor]]) -> Any:

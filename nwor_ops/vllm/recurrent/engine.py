@@ -56,4 +56,8 @@ class GroupLayers:
             keep_source: whether rows stay pending in a source that is not its own target.
         """
         self.cursors.plan_fold(plan, sources, targets, rows, keep_source)
-        self._fold.apply(plan[: sources.shape[0]])
+        self.fold_planned(plan[: sources.shape[0]])
+
+    def fold_planned(self, plan: Tensor) -> None:
+        """Fold all layers by a plan of :meth:`.Cursors.plan_fold`, int32 ``[E, 4]``."""
+        self._fold.apply(plan)
