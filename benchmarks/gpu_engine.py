@@ -49,7 +49,7 @@ from itertools import chain, product
 from operator import itemgetter
 from typing import Any
 
-from results import FOLDER, Row, ratios, row, save, this_machine
+from results import FOLDER, Row, ratios, row, save, show, this_machine, write
 
 from nwor_ops.testing.engine_process import EngineProcess, close_all, engine_environment
 
@@ -518,6 +518,7 @@ def main() -> None:
     kind = "control" if options.control else options.mode
     apart = options.apart or options.runner == "v1"
     captures = CAPTURES if options.mode == "cow" and not options.small else 1
+    target = pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder
     with log_folder(options) as folder:
         name = kind + ("" if options.cache == "bf16" else f"_{options.cache}")
         job = make_job(folder, LLAMA_8B["num_hidden_layers"], CACHES[options.cache], options.small)
@@ -531,12 +532,14 @@ def main() -> None:
                     kind, name, engines[name, "on"], requests, captures, not options.unvisited, options.seconds
                 )
             (folder / "answers.json").write_text(json.dumps(raw) + "\n")
+            results = result_name("gpu_engine", options)
+            save(this_machine(), results, rows, target)  # the profile may take minutes
             if not options.control:
-                rows += profile_steps(options.mode, sides, requests)
+                profiled = profile_steps(options.mode, sides, requests)
+                write(this_machine(), results, rows + profiled, target)
+                show(profiled)
         finally:
             close_all(engines.values())
-    target = pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder
-    save(this_machine(), result_name("gpu_engine", options), rows, target)
 
 
 if __name__ == "__main__":
