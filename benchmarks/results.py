@@ -191,7 +191,7 @@ def save(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER
 
 
 def show(rows: list[Row]) -> None:
-    width = max(len(r.name) for r in rows)
+    width = max((len(r.name) for r in rows), default=0)
     for r in rows:
         goal = "" if r.target is None else f"  target {r.target:g} {'met' if r.met else 'MISSED'}"
         print(f"{r.name:<{width}}  {r.value:>10g} {r.unit:<8} [{r.spread[0]:g}, {r.spread[1]:g}]{goal}", flush=True)
