@@ -27,7 +27,7 @@ except _metadata.PackageNotFoundError:  # a source tree that was never installed
 LIBRARIES = _library.loaded_libraries()
 _torch_fixes.correct_slices()
 
-from nwor_ops import meta as _meta  # noqa: E402, F401  (the fakes register themselves)
+import nwor_ops.meta as _meta  # noqa: E402, F401  (the fakes register themselves)
 from nwor_ops.kv_cache import (  # noqa: E402
     LayerCache as LayerCache,
     Plane as Plane,
