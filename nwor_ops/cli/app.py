@@ -143,17 +143,25 @@ def check(
         if device is Device.CUDA:
             major, minor = map(int, capability.split("."))
             machine = preview.describe_gpu((major, minor), int(gpu_memory * 2**30))
-        from nwor_ops.cli.check import Outcome, as_json, outcome_of, print_preview
+        from nwor_ops.cli.check import Outcome, as_json, as_json_of_error, outcome_of, print_preview
 
         cache_bytes = None if cache_memory is None else int(cache_memory * 2**30)
+        found, outcome, problem = None, Outcome.INVALID, ""
         try:
             found = preview.look(arguments, cache_bytes, machine)
         except preview.InvalidEngine as error:
-            typer.echo(f"nwor-ops check: vLLM refuses these arguments: {error}", err=True)
-            raise typer.Exit(Outcome.ENGINE.value) from None
+            outcome, problem = Outcome.ENGINE, f"vLLM refuses these arguments: {error}"
         except ValueError as error:
-            typer.echo(f"nwor-ops check: {error}", err=True)
-            raise typer.Exit(Outcome.INVALID.value) from None
+            problem = str(error)
+        except SystemExit as end:  # vLLM's parser has printed the reason
+            if not end.code:
+                raise  # --help
+            problem = "an argument is unknown or malformed; vLLM's parser says which one, above"
+    if found is None:
+        typer.echo(f"nwor-ops check: {problem}", err=True)
+        if json:
+            print(as_json_of_error(outcome, problem))
+        raise typer.Exit(outcome.value)
     if json:
         print(as_json(found))
     else:

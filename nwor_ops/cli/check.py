@@ -34,6 +34,10 @@ def as_json(preview: Preview) -> str:
     return json.dumps(found | {"costs_unknown": preview.costs_unknown}, indent=2)
 
 
+def as_json_of_error(outcome: Outcome, problem: str) -> str:
+    return json.dumps({"exit_code": outcome.value, "error": problem}, indent=2)
+
+
 def print_preview(preview: Preview, console: Console) -> None:
     """Print a table with a row per feature, the costs, and what only a start can find out."""
     engine = preview.engine

@@ -155,6 +155,23 @@ def test_a_mistake_on_the_command_line_is_said_without_a_traceback(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (("--", "/tmp", "--no-such-option"), 2, "an argument is unknown or malformed"),
+        (("--", "/nonexistent", *SPECULATION), 4, "/nonexistent"),
+    ],
+)
+def test_a_mistake_is_in_the_json_too(arguments: tuple[str, ...], code: int, complaint: str) -> None:
+    environment = os.environ | {"TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "nwor_ops", "check", "--json", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["exit_code"]) == (code, code), done.stderr
+    assert complaint in found["error"]
+    assert complaint in done.stderr
+
+
 def printed(*verdicts: Verdict, on_unsupported: str = "error") -> str:
     rich = pytest.importorskip("rich.console")
     engine = {"vllm": "0.33.0", "device": "cuda", "runner": "V2", "model": "m", "architecture": "LlamaForCausalLM",
