@@ -1,5 +1,9 @@
 """The command ``nwor-ops``. It needs typer, rich and matplotlib, the optional packages of ``nwor_ops[cli]``."""
 
+import errno
+import os
+import sys
+
 from nwor_ops.cli.extras import require
 
 
@@ -7,4 +11,14 @@ def main() -> None:
     require("typer", "rich")
     from nwor_ops.cli.app import app
 
-    app(prog_name="nwor-ops")
+    try:
+        try:
+            app(prog_name="nwor-ops")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest at its end
+        print(f"nwor-ops: the result cannot be written: {error}", file=sys.stderr)
+        sys.exit(1)

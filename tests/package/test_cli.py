@@ -233,6 +233,17 @@ def test_another_vllm_and_a_plugin_that_is_left_out_are_not_ok():
 # ---------------------------------------------------------------- mistakes on the command line
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_full_disk_is_said_without_a_traceback(options):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "nwor_ops", "doctor", *options]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "nwor-ops: the result cannot be written: [Errno 28] No space left on device"
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
