@@ -89,7 +89,7 @@ def test_the_sides_take_turns_and_a_row_is_their_ratio() -> None:
 
 def test_first_tokens_of_cold_prompts_and_of_hits() -> None:
     said: list[str] = []
-    answers = gpu_hybrid.first_tokens(pair(said), 2, (900, 124))
+    answers = gpu_hybrid.first_tokens(pair(said), range(2), (900, 124))
     ask = "ttft 1 900 124 0 0"
     assert said[:4] == [f"default: {ask}", f"recurrent: {ask}", f"recurrent: {ask}", f"default: {ask}"]
     assert said[32:35] == [
@@ -105,13 +105,22 @@ def test_first_tokens_of_cold_prompts_and_of_hits() -> None:
 
 
 def test_a_prompt_that_only_one_side_has_cached_is_in_no_ratio() -> None:
-    answers = gpu_hybrid.first_tokens(pair([]), 1, (900, 124))
+    answers = gpu_hybrid.first_tokens(pair([]), range(1), (900, 124))
     for run in answers["default"]["single"][:2]:  # our second prompt is a hit, vanilla's is not
         run |= {"seconds": [9.0], "cached": [0]}
     rows = {row.name: row for row in gpu_hybrid.first_token_figures("default", answers)}
     assert rows["ttft_recurrent/over_default/hit"].spread == [0.5, 0.5]
     assert rows["ttft_recurrent/over_default/cold"].value == round(1 / 9, 4)
     assert rows["ttft_ms_default/cold"].value == 9000
+
+
+def test_a_side_without_cold_prompts_has_no_row_of_them() -> None:
+    engines = pair([])
+    gpu_hybrid.first_tokens(engines, range(1), (900, 124))
+    again = gpu_hybrid.first_tokens(engines, range(1), (900, 124))  # the prefix is in both caches now
+    rows = {row.name: row.value for row in gpu_hybrid.first_token_figures("default", again)}
+    assert (rows["ttft_ms_default/hit"], rows["ttft_recurrent/over_default/hit"]) == (1000, 0.5)
+    assert not any(name.endswith("/cold") for name in rows)
 
 
 def test_the_best_vanilla_is_that_over_which_we_gain_least() -> None:
