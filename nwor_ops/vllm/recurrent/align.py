@@ -63,7 +63,7 @@ class AlignedStates:
     ) -> None:
         self._groups, self._block_size, self._drafts = groups, context.block_size, drafts
         (first, table), *_ = groups
-        self._cursors = first.cursors  # of all groups
+        self._cursors = first.cursors  # all groups share them
         self._columns = table.shape[1]
         self._plan = torch.zeros(len(groups) * table.shape[0], 4, dtype=torch.int32, device=table.device)
         self._may_cross = True
