@@ -1,14 +1,16 @@
 """Run the GPU engine tests, audited at every step, and write one result per configuration of vLLM.
 
-    python benchmarks/gpu_engines.py [FOLDER] [-- arguments of pytest, such as -k v1]
+    python benchmarks/gpu_engines.py [--folder FOLDER] [--resume] [-- arguments of pytest, such as -k v1]
 
 It runs ``tests/gpu/vllm``, and writes one entry per case to FOLDER/MACHINE/engines.jsonl (default benchmarks/results):
 the configuration, steps, drafts, rows compared and the outcome. If pytest runs only some cases, the entries of the
-others stay. It takes about 20 minutes. If it is stopped early (control-C), it writes what it has.
+others stay. It takes about 90 minutes on 16 cores. If it is stopped early (control-C), it writes what it has. With
+``--resume`` it leaves out the cases that passed with this torch and this vLLM, on any GPU, by benchmarks/results.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pathlib
@@ -17,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 
-from results import asked_folder, this_machine, write_entries
+import torch
+from results import FOLDER, read, this_machine, version_of, write_entries
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -25,11 +28,21 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def main() -> int:
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    folder, more = asked_folder(__doc__, arguments[:cut]), arguments[cut + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
+    parser.add_argument(
+        "--resume", action="store_true", help="only cases that have not passed with this torch and vLLM"
+    )
+    options, more = parser.parse_args(arguments[:cut]), arguments[cut + 1 :]
     with tempfile.TemporaryDirectory() as scratch:
         logs = pathlib.Path(os.environ.get("NWOR_TEST_LOGS") or scratch)
         command = [sys.executable, "-m", "pytest", "tests/gpu/vllm", "-q", "--tb=no", "-p", "no:cacheprovider"]
-        with subprocess.Popen([*command, *more], cwd=ROOT, env=os.environ | {"NWOR_TEST_LOGS": str(logs)}) as tests:
+        environment = os.environ | {"NWOR_TEST_LOGS": str(logs)}
+        if options.resume:
+            left_out = pathlib.Path(scratch, "passed.json")
+            left_out.write_text(json.dumps(passed_cases(torch.__version__, version_of("vllm"))))
+            environment["NWOR_TEST_PASSED"] = str(left_out)
+        with subprocess.Popen([*command, *more], cwd=ROOT, env=environment) as tests:
             try:
                 returncode = tests.wait()
             except KeyboardInterrupt:  # the tests get the signal too, and end by themselves
@@ -38,10 +51,19 @@ def main() -> int:
         entries = json.loads(report.read_text()) if report.exists() else []
         entries = [entry for entry in entries if "outcome" in entry]
     found = [_without_paths(entry) for entry in entries]
-    target = write_entries(this_machine(), "engines", found, folder, keep=bool(more))
+    target = write_entries(this_machine(), "engines", found, options.folder, keep=bool(more or options.resume))
     passed = sum(entry.get("outcome") == "passed" for entry in entries)
     print(f"{passed} of {len(entries)} cases passed; {target}")
     return returncode
+
+
+def passed_cases(torch_version: str, vllm_version: str | None, folder: pathlib.Path = FOLDER) -> list[str]:
+    """Return the names of the cases that passed with these versions, on any GPU."""
+    entries = [
+        entry for path in folder.glob("*/engines.jsonl") for entry in read(path.parent.name, "engines", folder).values()
+    ]
+    wanted = {"torch": torch_version, "vllm": vllm_version, "outcome": "passed"}
+    return sorted({entry["name"] for entry in entries if wanted.items() <= entry.items()})
 
 
 def _without_paths(entry: dict) -> dict:

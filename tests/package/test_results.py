@@ -8,6 +8,7 @@ import pathlib
 import re
 import sys
 
+import gpu_engines
 import pytest
 import results
 import torch
@@ -87,6 +88,22 @@ def test_a_part_that_is_measured_again_leaves_the_rest(tmp_path: pathlib.Path, m
     assert len(target.read_text().splitlines()) == 2 + 3
     results.write_entries("h200", "some", before[:1], tmp_path)
     assert list(results.read("h200", "some", tmp_path)) == ["a"]
+
+
+def test_only_cases_that_passed_with_these_versions_are_left_out(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for machine, torch_version, outcomes in (
+        ("h100", "2.14.0", {"a": "passed", "b": "failed"}),
+        ("h200", "2.14.0", {"b": "passed", "c": "failed"}),
+        ("a100", "2.11.0", {"d": "passed"}),
+    ):
+        made = {"torch": torch_version, "vllm": "0.33.0"}
+        monkeypatch.setattr(results, "circumstances", lambda made=made: dict.fromkeys(results.CIRCUMSTANCES) | made)
+        entries = [{"name": name, "outcome": outcome} for name, outcome in outcomes.items()]
+        results.write_entries(machine, "engines", entries, tmp_path)
+    assert gpu_engines.passed_cases("2.14.0", "0.33.0", tmp_path) == ["a", "b"]
+    assert gpu_engines.passed_cases("2.11.0", "0.32.0", tmp_path) == []
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")

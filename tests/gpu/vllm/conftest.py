@@ -34,7 +34,8 @@ def _why_not() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_out_passed_cases(config, items)
     reason = _why_not()
     # Servers are other processes, so most of their tests run while the pool's engines do. `test_words` comes last.
     items.sort(key=_turn)
@@ -45,6 +46,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         missing = reason or _missing(item)
         if missing is not None:
             item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def _leave_out_passed_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the cases that the file of ``NWOR_TEST_PASSED`` lists."""
+    if not (listed := os.environ.get("NWOR_TEST_PASSED")):
+        return
+    passed = set(json.loads(pathlib.Path(listed).read_text()))
+    left_out = [item for item in items if HERE in item.path.parents and _case_name(item) in passed]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _case_name(item: pytest.Item) -> str:
+    return item.callspec.id if hasattr(item, "callspec") else item.name
 
 
 def _turn(item: pytest.Item) -> int:
@@ -135,8 +150,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Return a dict for what a test finds out about its engine. The report shows it with the outcome."""
-    name = request.node.callspec.id if hasattr(request.node, "callspec") else request.node.name
-    return _records.setdefault(request.node.nodeid, {"case": name})
+    return _records.setdefault(request.node.nodeid, {"case": _case_name(request.node)})
 
 
 @pytest.hookimpl(wrapper=True)
