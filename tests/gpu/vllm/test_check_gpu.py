@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 from tiny_models import write_models
 
+# Other engines may run on the same GPU.
+SHARED_GPU = ("--skip-tokenizer-init", "--gpu-memory-utilization", "0.1")
+
 
 def checked(folder: str, environment: dict[str, str], *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "nwor_ops", "check", "--json", "--", folder, "--skip-tokenizer-init", *arguments]
+    command = [sys.executable, "-m", "nwor_ops", "check", "--json", "--", folder, *SHARED_GPU, *arguments]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -23,7 +26,7 @@ def checked(folder: str, environment: dict[str, str], *arguments: str) -> dict[s
 START = """
 import json, sys
 from vllm import LLM
-llm = LLM(**json.loads(sys.argv[1]))
+llm = LLM(**json.loads(sys.argv[1]), skip_tokenizer_init=True, gpu_memory_utilization=0.1)
 llm.llm_engine.engine_core.shutdown()
 """
 
@@ -48,7 +51,7 @@ def test_the_costs_of_a_hybrid_engine_are_those_that_it_logs(tmp_path: Any, mode
     found = checked(folder, environment, *arguments, *size)
     assert found["costs_unknown"] is None
     [verdict] = [verdict for verdict in found["features"] if verdict["switched_on"]]
-    log = started(environment, model=folder, skip_tokenizer_init=True, max_num_seqs=8, max_model_len=512,
+    log = started(environment, model=folder, max_num_seqs=8, max_model_len=512,
                   load_format="dummy", kv_cache_memory_bytes=1 << 30, speculative_config=speculation)  # fmt: skip
     costs = verdict["costs"]
     if mode == "cow":
@@ -72,6 +75,6 @@ def test_the_graphs_of_a_draft_model_are_those_that_the_engine_captures(tmp_path
     environment = {"VLLM_NWOR_DRAFT_GRAPHS": "1"}
     found = checked(folder, environment, "--max-num-seqs", "8", "--speculative-config", json.dumps(speculation))
     [verdict] = [verdict for verdict in found["features"] if verdict["switched_on"]]
-    log = started(environment, model=folder, skip_tokenizer_init=True, max_num_seqs=8, speculative_config=speculation)
+    log = started(environment, model=folder, max_num_seqs=8, speculative_config=speculation)
     captured = int(re.search(r"draft graphs: active: (\d+) graphs", log)[1])
     assert 0 < captured <= verdict["costs"]["graphs_at_most"]

@@ -18,6 +18,7 @@ from gpu_cases import (
     GRAPHED_COW,
     NGRAM,
     ONE_STATE_RANKS,
+    PLAIN_ALL_REDUCE,
     SPARE,
     STAGE,
     V1,
@@ -39,6 +40,7 @@ def _ranks(speculation: dict[str, Any], **more: Any) -> dict[str, Any]:
         "disable_custom_all_reduce": True,
         "attention_config": {"backend": "FLASH_ATTN"},
         "speculative_config": speculation,
+        "compilation_config": PLAIN_ALL_REDUCE,
         **more,
     }
 
@@ -82,14 +84,15 @@ NODES = [
     Case("nodes2-pp2-v2", _ranks(NGRAM, **{PP: 2}), NODE, nwor=COW, use={"nodes": 2}),
 ]
 NODES += [_staged(NODES[0])]
-DRAFT_ENGINE = _ranks(DRAFT, **{TP: 2}, compilation_config={"cudagraph_capture_sizes": EVERY_COUNT})
+EVERY_GRAPH = {"cudagraph_capture_sizes": EVERY_COUNT, **PLAIN_ALL_REDUCE}
+DRAFT_ENGINE = _ranks(DRAFT, **{TP: 2}, compilation_config=EVERY_GRAPH)
 DRAFT_RANKS = [
     Case("tp2-draft-graphs", DRAFT_ENGINE, nwor=GRAPHED),
     Case("tp2-draft-graphs-cow", DRAFT_ENGINE, nwor=GRAPHED_COW),
     Case("tp2-draft-graphs-v1", DRAFT_ENGINE, V1, nwor=GRAPHED),
     Case(
         "tp2-draft-graphs-v1-eagle",
-        _ranks(EAGLE, **{TP: 2}, compilation_config={"cudagraph_capture_sizes": EVERY_COUNT}),
+        _ranks(EAGLE, **{TP: 2}, compilation_config=EVERY_GRAPH),
         V1,
         nwor=GRAPHED,
     ),
