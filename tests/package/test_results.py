@@ -151,6 +151,7 @@ def numbers(text: str) -> list[float]:
 
 
 COSTS: dict[str, tuple[str, dict[str, str], list[str]]] = {  # rows of the table in docs/benchmarks.md, and their files
+    "H100, 8B shape": ("h100", dict.fromkeys(MODES, "gpu_methods_eagle"), ["e2e_MODE_eagle"]),
     "H200, 8B shape": ("h200", {"cow": "gpu_engine", "stage": "gpu_engine_stage"}, ["e2e_MODE"]),
     "the same, few turns": ("h200", dict.fromkeys(MODES, "gpu_parallel"), ["e2e_MODE_tp1"]),
     "two H200s, tensor parallel": ("h200", dict.fromkeys(MODES, "gpu_parallel"), ["e2e_MODE_tp2"]),
