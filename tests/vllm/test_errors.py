@@ -1,4 +1,4 @@
-"""The behaviour of an engine after an error of this package: the rows of the table in docs/operate.md, on real engines.
+"""The behaviour of an engine after an error of this package: rows of the table in docs/operate.md, on real engines.
 
 Draft graphs and recurrent states need CUDA: ``tests/gpu/vllm/test_errors_gpu.py``. The tests of those features on the
 CPU are in ``test_draft_graphs.py``, ``test_draft_graphs_v1.py`` and ``test_one_state.py``.

@@ -140,3 +140,16 @@ def test_only_an_engine_whose_workers_may_be_elsewhere_receives(
     made = type("Made", (Scheduler,), {})
     relay.patch_scheduler_module(SimpleNamespace(Scheduler=made, logger=logging.getLogger()))  # type: ignore[arg-type]
     assert ("update_from_output" in vars(made(_config(nodes, backend)))) == remote
+
+
+def test_an_error_while_sending_is_counted_and_goes_no_further(hosts: Any) -> None:
+    hosts("the worker's")
+    session, publisher, sender = _worker()
+
+    def fails(totals_of: Any) -> None:
+        assert totals_of is session
+        raise RuntimeError("planted")
+
+    sender._arrived = fails  # type: ignore[assignment]
+    sender.returned(_output())
+    assert publisher.errors.counts["sending counters failed"] == 1
