@@ -5,7 +5,7 @@
 It runs ``tests/gpu/vllm``, and writes one entry per case to FOLDER/MACHINE/engines.jsonl (default benchmarks/results):
 the configuration, steps, drafts, rows compared and the outcome. If pytest runs only some cases, the entries of the
 others stay. It takes about 90 minutes on 16 cores. If it is stopped early (control-C), it writes what it has. With
-``--resume`` it leaves out the cases that passed with this torch and this vLLM, on any GPU, by benchmarks/results.
+``--resume`` it skips the cases that passed with the installed torch and vLLM, on any GPU, in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import subprocess
 import sys
 import tempfile
 
-import torch
-from results import FOLDER, read, this_machine, version_of, write_entries
+from results import FOLDER, circumstances, read, this_machine, write_entries
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -31,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
     parser.add_argument(
-        "--resume", action="store_true", help="only cases that have not passed with this torch and vLLM"
+        "--resume", action="store_true", help="run only the cases that have not passed with this torch and vLLM"
     )
     options, more = parser.parse_args(arguments[:cut]), arguments[cut + 1 :]
     with tempfile.TemporaryDirectory() as scratch:
@@ -40,7 +39,7 @@ def main() -> int:
         environment = os.environ | {"NWOR_TEST_LOGS": str(logs)}
         if options.resume:
             left_out = pathlib.Path(scratch, "passed.json")
-            left_out.write_text(json.dumps(passed_cases(torch.__version__, version_of("vllm"))))
+            left_out.write_text(json.dumps(passed_cases()))
             environment["NWOR_TEST_PASSED"] = str(left_out)
         with subprocess.Popen([*command, *more], cwd=ROOT, env=environment) as tests:
             try:
@@ -57,13 +56,15 @@ def main() -> int:
     return returncode
 
 
-def passed_cases(torch_version: str, vllm_version: str | None, folder: pathlib.Path = FOLDER) -> list[str]:
-    """Return the names of the cases that passed with these versions, on any GPU."""
-    entries = [
-        entry for path in folder.glob("*/engines.jsonl") for entry in read(path.parent.name, "engines", folder).values()
-    ]
-    wanted = {"torch": torch_version, "vllm": vllm_version, "outcome": "passed"}
-    return sorted({entry["name"] for entry in entries if wanted.items() <= entry.items()})
+def passed_cases(folder: pathlib.Path = FOLDER) -> list[str]:
+    """Return the names of the cases that passed with the installed torch and vLLM, on any GPU."""
+    installed = circumstances()
+    wanted = {"torch": installed["torch"], "vllm": installed["vllm"], "outcome": "passed"}
+    passed: set[str] = set()
+    for path in folder.glob("*/engines.jsonl"):
+        entries = read(path.parent.name, "engines", folder)
+        passed |= {name for name, entry in entries.items() if wanted.items() <= entry.items()}
+    return sorted(passed)
 
 
 def _without_paths(entry: dict) -> dict:

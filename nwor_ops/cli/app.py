@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 
 
-LARGEST = 1_000_000  # of an option in minutes, seconds or GiB
+LARGEST = 1_000_000  # the limit of each option in minutes, seconds or GiB
 
 
 def _finite(option: typer.CallbackParam, value: float | None) -> float | None:

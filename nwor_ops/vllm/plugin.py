@@ -13,7 +13,7 @@ installs an import hook instead, which patches these modules after their first i
 - vLLM's metrics loggers, for the metrics.
 - The engine core, which asks its workers for their features (:mod:`nwor_ops.vllm.presence`).
 
-With ``VLLM_NWOR=off`` the plugin only patches the key of vLLM's compile cache (:mod:`nwor_ops.vllm.environment`).
+With ``VLLM_NWOR=off`` the plugin patches only the key of the compile cache (:mod:`nwor_ops.vllm.environment`).
 """
 
 from __future__ import annotations

@@ -184,10 +184,7 @@ def test_the_picture_shows_a_ratio_only_where_there_is_one(tmp_path: pathlib.Pat
             ("bench", "draft", "--output", "x" * 300, "--", "MODEL"), "cannot be created: File name too long", id="name"
         ),
         (("bench", "draft", "--seconds", "inf", "--", "MODEL"), "for --seconds: must be a finite number, got inf"),
-        (
-            ("bench", "draft", "--seconds", "1e308", "--", "MODEL"),
-            "for --seconds: must be at most 1,000,000",
-        ),
+        (("bench", "draft", "--seconds", "1e308", "--", "MODEL"), "for --seconds: must be at most 1,000,000"),
         (("bench", "draft", "--temperature", "inf", "--", "MODEL"), "for --temperature: must be a finite number"),
     ],
 )

@@ -98,12 +98,19 @@ def test_only_cases_that_passed_with_these_versions_are_left_out(
         ("h200", "2.14.0", {"b": "passed", "c": "failed"}),
         ("a100", "2.11.0", {"d": "passed"}),
     ):
-        made = {"torch": torch_version, "vllm": "0.33.0"}
-        monkeypatch.setattr(results, "circumstances", lambda made=made: dict.fromkeys(results.CIRCUMSTANCES) | made)
+        _install(monkeypatch, torch_version, "0.33.0")
         entries = [{"name": name, "outcome": outcome} for name, outcome in outcomes.items()]
         results.write_entries(machine, "engines", entries, tmp_path)
-    assert gpu_engines.passed_cases("2.14.0", "0.33.0", tmp_path) == ["a", "b"]
-    assert gpu_engines.passed_cases("2.11.0", "0.32.0", tmp_path) == []
+    _install(monkeypatch, "2.14.0", "0.33.0")
+    assert gpu_engines.passed_cases(tmp_path) == ["a", "b"]
+    _install(monkeypatch, "2.11.0", "0.32.0")
+    assert gpu_engines.passed_cases(tmp_path) == []
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, torch_version: str, vllm_version: str) -> None:
+    found = dict.fromkeys(results.CIRCUMSTANCES) | {"torch": torch_version, "vllm": vllm_version}
+    for module in (results, gpu_engines):
+        monkeypatch.setattr(module, "circumstances", lambda: found)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")

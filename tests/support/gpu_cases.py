@@ -983,9 +983,8 @@ def _one_state_connectors() -> Iterator[Case]:
     for name, nwor in (("float32", ONE_STATE), ("ring", ONE_STATE | {"ring_rows": K + 5}), ("chunk", ONE_STATE_CHUNK)):
         longer = {} if name == "float32" else {"block_size": 176}  # of both engines: records make our pages longer
         other_bits: dict[str, Any] = {}
-        if (
-            name == "chunk"
-        ):  # some requests have only eight answer tokens: each of two prompts ends shortly before a block
+        if name == "chunk":
+            # Two of the prompts end shortly before a block, because some requests have only ten output tokens.
             other_bits = {"may_differ": 8, "use": {"requests": 12, "prompt_tokens": [400, 522, 370, 523]}}
         more = {"mamba_ssm_cache_dtype": "float32"} | longer | other_bits
         yield _one_state(f"connector-states-{name}", nwor=nwor, **states | more)
