@@ -46,6 +46,10 @@ class StepListener:
     def loaded(self) -> None:
         """The KV connector returned from the call that :meth:`loading` announced."""
 
+    def abandoned(self) -> None:
+        """The window was abandoned before the forward, which reads and writes the requests' own pages. :meth:`commit`
+        still follows."""
+
     def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
         """The window is open. The forward will read these mappings, one per group."""
 

@@ -1,7 +1,8 @@
 """The behaviour of an engine after an error of this package: rows of the table in docs/operate.md, on real engines.
 
-Draft graphs and recurrent states need CUDA: ``tests/gpu/vllm/test_errors_gpu.py``. The tests of those features on the
-CPU are in ``test_draft_graphs.py``, ``test_draft_graphs_v1.py`` and ``test_one_state.py``.
+``test_serve_errors.py`` has a server. Draft graphs and recurrent states need CUDA:
+``tests/gpu/vllm/test_errors_gpu.py``. The tests of those features on the CPU are in ``test_draft_graphs.py``,
+``test_draft_graphs_v1.py`` and ``test_one_state.py``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pathlib
 import re
 import threading
 import time
@@ -16,11 +18,23 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from engines import ENGINE, ENVIRONMENT, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
+from engines import (
+    ENGINE,
+    ENVIRONMENT,
+    SMALL,
+    Engines,
+    _plant_forward_fault,
+    _run_requests,
+    _sampling,
+    model_folder,
+    prompts,
+)
 from planted_errors import Fault, Lines, Planted
 
 MAX_TOKENS = 40
+BLOCK = ENGINE["block_size"]
 BEGIN, WRITE, COMMIT = "begin failed", "write failed", "commit failed"
+CANCEL, LOAD = "cancel failed", "load failed"
 COPY, PUBLISH = "copying counters failed", "publishing counters failed"
 COMPARE = "the comparison with the scheduler's counters failed"
 
@@ -171,3 +185,208 @@ def test_an_engine_stops_if_it_is_told_to_or_cannot_go_on(engines: Engines) -> N
         "pages, so the engine stops, whatever VLLM_NWOR_ON_ERROR says",
         unsafe.result(),
     )
+
+
+# ---------------------------------------------------------------- after a step of vLLM that failed
+
+
+def _error_of_a_run(llm: Any, requests: list[list[int]], sampling: list[Any]) -> str:
+    """Return the error of a step of vLLM, and abort all requests: vLLM does not repeat a step that failed."""
+    error = ""
+    try:
+        _run_requests(llm, requests, sampling, {})
+    except RuntimeError as raised:
+        error = str(raised)
+    llm.llm_engine.abort_request([str(index) for index in range(len(requests))])
+    return error
+
+
+def _counts() -> dict[str, Any]:
+    import nwor_ops
+
+    [session] = nwor_ops.vllm.sessions()
+    return {
+        "stats": session.stats().as_dict(),
+        "vanilla_steps": dict(session.vanilla_steps),
+        "errors": dict(nwor_ops.stats().errors),
+    }
+
+
+def _interrupted_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
+    """Fail in a forward of vLLM, and then in the cancel of its window. Run the requests again."""
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM
+
+    from nwor_ops import DraftCommitManager
+
+    llm = LLM(**settings)
+    lines = Lines()
+    logging.getLogger("vllm").addHandler(lines)
+    sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
+    _plant_forward_fault(llm, 12)
+    planted = Planted([Fault(DraftCommitManager, "cancel", 1, CANCEL)])
+    error = _error_of_a_run(llm, requests, sampling)
+    planted.remove()
+    during = _counts()
+    tokens = _run_requests(llm, requests, sampling, {})
+    return {
+        "error": error,
+        "planted": dict(planted.counts),
+        "alive": planted.alive(),
+        "during": during,
+        "after": _counts(),
+        "tokens": tokens,
+        "lines": lines.lines,
+    }
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_after_a_step_whose_window_cannot_be_cancelled(engines: Engines, mode: str) -> None:
+    """The error is the step's own. Its drafts belong to no sequence: tokens of later requests are vanilla's."""
+    requests = prompts(20)
+    vanilla = engines.start(requests, max_tokens=MAX_TOKENS, model=model_folder(**SMALL))
+    found = engines.submit(_interrupted_job, _settings(mode=mode, audit=True), requests).result()
+    assert found["error"] == "planted in forward"
+    assert found["tokens"] == vanilla.result()["tokens"]
+    assert found["planted"] == {CANCEL: 1}
+    for moment in ("during", "after"):
+        assert found[moment]["vanilla_steps"] == found[moment]["errors"] == {CANCEL: 1}
+        assert (found[moment]["stats"]["abandoned"], found[moment]["stats"]["cancelled"]) == (1, 0)
+    assert found["after"]["stats"]["windows"] > found["during"]["stats"]["windows"]
+    assert found["alive"] == 0
+    assert [line.partition(";")[0] for level, line in found["lines"] if level == "ERROR"] == [
+        f"nwor: {CANCEL}: planted in cancel"
+    ]
+
+
+# ---------------------------------------------------------------- KV connectors
+
+EXPORT = {"kv_connector": "ExportConnector", "kv_connector_module_path": "export_connector", "kv_role": "kv_both"}
+
+
+def _exporting_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
+    """Fail in begins, writes and commits while a connector exports. Then fail in the connector, and run again."""
+    os.environ.update(ENVIRONMENT)
+    import export_connector
+    from vllm import LLM
+
+    from nwor_ops import DraftCommitManager
+
+    llm = LLM(**settings)
+    exports = export_connector.watch(llm)
+    sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
+    planted = Planted(
+        [
+            Fault(DraftCommitManager, "begin", 9, BEGIN),
+            Fault(DraftCommitManager, "write", 23, WRITE),
+            Fault(DraftCommitManager, "commit", 6, COMMIT),
+        ]
+    )
+    tokens = [_run_requests(llm, requests, sampling, {})]
+    for _ in range(3):  # the worker hears of the last requests' end
+        llm.llm_engine.step()
+    planted.remove()
+    exported, during = exports.summary(), _counts()
+    of_connector = Planted([Fault(export_connector.Exports, "layer", 25, "")])
+    error = _error_of_a_run(llm, requests, sampling)
+    of_connector.remove()
+    export_connector.watching.clear()
+    tokens.append(_run_requests(llm, requests, sampling, {}))
+    return {
+        "tokens": tokens,
+        "planted": dict(planted.counts),
+        "alive": planted.alive() + of_connector.alive(),
+        "exported": exported,
+        "during": during,
+        "error": error,
+        "after": _counts(),
+    }
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_exports_of_steps_in_which_an_error_was_planted(engines: Engines, mode: str) -> None:
+    """Each is made, and has all valid rows. Those of a step that failed may have rejected rows too.
+
+    An error of the connector is the engine's, as in vanilla vLLM.
+    """
+    requests = prompts(20)
+    vanilla = engines.start(requests, max_tokens=MAX_TOKENS, model=model_folder(**SMALL))
+    settings = _settings(mode=mode, audit=True) | {"kv_transfer_config": EXPORT}
+    found = engines.submit(_exporting_job, settings, requests).result()
+    assert found["tokens"] == 2 * [vanilla.result()["tokens"]]
+    planted = Counter(found["planted"])
+    assert set(planted) == {BEGIN, COMMIT} | ({WRITE} if mode == "cow" else set())
+    during, after = found["during"], found["after"]
+    assert during["vanilla_steps"] == during["errors"] == planted
+    assert during["stats"]["abandoned"] == planted.total() - planted[BEGIN]
+    exported = found["exported"]
+    assert exported["unfinished"] == []
+    assert exported["shadow_slots"] == 0
+    counts = exported["counts"]
+    for moment in counts:
+        assert counts[moment]["missing"] == 0, moment
+    # An export that waits for a commit is made after it, so there are as many as at the other moments of a step.
+    assert counts["attention"]["rows"] == counts["save"]["rows"] > 0
+    assert counts["attention"]["rejected"] > 0
+    assert found["error"] == "planted in layer"
+    assert after["errors"] == planted
+    assert found["alive"] == 0
+
+
+def _loading_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
+    """Store the requests. Then load them, and fail in copies of loaded rows, and in commits."""
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM
+
+    from nwor_ops import DraftCommitManager
+    from nwor_ops.transaction.shadow_pages import ShadowPages
+
+    llm = LLM(**settings)
+    sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
+    tokens = [_run_requests(llm, requests, sampling, {})]
+    planted = Planted(
+        [
+            Fault(DraftCommitManager, "refresh_shadow_pages", 3, LOAD),
+            Fault(ShadowPages, "refresh", 2, LOAD, after=True),
+            Fault(DraftCommitManager, "commit", 7, COMMIT),
+        ]
+    )
+    tokens.append(_run_requests(llm, requests, sampling, {}))
+    planted.remove()
+    during = _counts()
+    tokens.append(_run_requests(llm, requests, sampling, {}))
+    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return {
+        "tokens": tokens,
+        "planted": dict(planted.counts),
+        "alive": planted.alive(),
+        "loaded": metrics["vllm:external_prefix_cache_hits"],
+        "during": during,
+        "after": _counts(),
+    }
+
+
+def test_loaded_rows_that_cannot_be_copied_to_shadow_pages(engines: Engines, tmp_path: pathlib.Path) -> None:
+    """The connector loads into the requests' own pages, and attention reads them there."""
+    # One token is left to compute. vLLM pads such a request with drafts, in the step that loads its rows.
+    requests = [
+        prompt[: len(prompt) // BLOCK * BLOCK + 1] for prompt in prompts(30, longest=150) if len(prompt) > BLOCK
+    ]
+    vanilla = engines.start(requests, max_tokens=MAX_TOKENS, model=model_folder(**SMALL))
+    connector = {
+        "kv_connector": "LoadingConnector",
+        "kv_connector_module_path": "loading_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    settings = _settings(mode="stage", audit=True) | {"kv_transfer_config": connector}
+    found = engines.submit(_loading_job, settings, requests).result()
+    assert found["tokens"] == 3 * [vanilla.result()["tokens"]]
+    assert found["loaded"] > 0
+    planted, during, after = Counter(found["planted"]), found["during"], found["after"]
+    assert set(planted) == {LOAD, COMMIT}
+    assert min(planted.values()) > 1
+    assert during["vanilla_steps"] == during["errors"] == after["errors"] == planted
+    assert during["stats"]["abandoned"] == after["stats"]["abandoned"] == planted.total()
+    assert after["stats"]["windows"] > during["stats"]["windows"]
+    assert found["alive"] == 0

@@ -225,6 +225,8 @@ class Session:
                 self.manager.refresh_shadow_pages()
             except Exception as error:
                 self.go_on_without("load", error)
+                for listener in self._hearing["abandoned"]:
+                    listener.abandoned()
         for listener in self._hearing["loaded"]:
             listener.loaded()
 
