@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
-import json
 import logging
 import multiprocessing
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,14 +23,13 @@ from typing import Any
 
 import pytest
 import ray_on_cpu
-import readme_serve
 import yaml
 from counted_session import CountedSession
 from engines import ENGINE, ENVIRONMENT, NGRAM, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
 from prometheus import ALERTS, dashboard_expressions, promtool, scraping
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client import Counter as PrometheusCounter
-from prometheus_client.parser import text_string_to_metric_families
+from tiny_serve import Server, running
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -41,7 +37,6 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 import nwor_ops
 from nwor_ops import COUNTERS
 from nwor_ops.config import NworConfig
-from nwor_ops.testing.server import PROGRAM
 from nwor_ops.transaction import counters
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.metrics import exporter, transport
@@ -54,53 +49,6 @@ K = NGRAM["num_speculative_tokens"]
 
 
 # ---------------------------------------------------------------- a real server
-
-
-class Server(readme_serve.Server):
-    """vLLM's server with a tiny model. Its log and its temporary files are in its own folder."""
-
-    def __init__(self, environment: dict[str, str], *arguments: str) -> None:
-        self.folder = tempfile.mkdtemp(prefix="nwor-serve-")
-        settings = {
-            "--model": model_folder(),
-            "--load-format": "dummy",
-            "--max-model-len": "256",
-            "--max-num-seqs": "8",
-            "--num-gpu-blocks-override": "96",
-            "--block-size": "32",
-            "--served-model-name": "tiny",
-            "--speculative-config": json.dumps(NGRAM),
-        }
-        words = ["--enforce-eager", "--skip-tokenizer-init", *itertools.chain(*settings.items()), *arguments]
-        program = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-        if "--api-server-count" in arguments:
-            program = PROGRAM
-        variables = ENVIRONMENT | {"TMPDIR": self.folder} | environment
-        super().__init__(program, words, variables, Path(self.folder, "log"))
-
-    def scrape(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-        """Return the samples by name and labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
-            text = answer.read().decode()
-        found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-        return found
-
-    def _body(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        return super()._body(prompt, max_tokens) | {"model": "tiny", "detokenize": False}
-
-
-@contextlib.contextmanager
-def running(server: Server) -> Iterator[None]:
-    """Wait until a server answers, and stop it at the end. Its output is shown if a test fails."""
-    try:
-        with readme_serve.running(server, seconds=900):  # the machine may be busy
-            yield
-    finally:
-        print(server.log)
-        shutil.rmtree(server.folder)
 
 
 @pytest.fixture(scope="module")

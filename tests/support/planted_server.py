@@ -1,0 +1,76 @@
+"""A plugin of vLLM for the test of a server: it plants errors of this package while a file exists.
+
+vLLM loads it in each of its processes if :func:`install` put its entry point on the path. The faults are in code of the
+engine's process. The folder of :data:`FOLDER_VARIABLE` has the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from planted_errors import Fault, Planted
+
+FOLDER_VARIABLE = "PLANTED_FOLDER"
+ERRORS = "errors"  # while it exists, begins, writes, commits and metrics fail
+INTERRUPTED = "interrupted"  # while it exists, forwards of vLLM fail, and the cancels of their windows
+FOUND = "found.json"  # the number of planted errors by reason, and of those that are still alive
+
+
+def install(folder: pathlib.Path) -> None:
+    """Write the entry point to a folder that is on the path."""
+    info = folder / "planted_server-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted_server\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nplanted_server = planted_server:plant\n")
+
+
+def found(folder: pathlib.Path) -> dict[str, Any]:
+    """Return what the engine's process wrote after its last step without planted errors."""
+    answer: dict[str, Any] = json.loads((folder / FOUND).read_text())
+    return answer
+
+
+def plant() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    import nwor_ops.vllm
+    from nwor_ops import DraftCommitManager
+    from nwor_ops.vllm.metrics.worker import SessionPublisher
+
+    if hasattr(DraftCommitManager.begin, "__wrapped__"):
+        return
+    folder = pathlib.Path(os.environ[FOLDER_VARIABLE])
+
+    def only(name: str) -> Callable[..., bool]:
+        return lambda *_, **__: (folder / name).exists()
+
+    def in_window(*_: Any, **__: Any) -> bool:
+        return (folder / INTERRUPTED).exists() and any(session.in_window for session in nwor_ops.vllm.sessions())
+
+    planted = Planted(
+        [
+            Fault(DraftCommitManager, "begin", 9, "begin failed", only=only(ERRORS)),
+            Fault(DraftCommitManager, "write", 23, "write failed", only=only(ERRORS)),
+            Fault(DraftCommitManager, "commit", 6, "commit failed", only=only(ERRORS)),
+            Fault(SessionPublisher, "latest", 1, "publishing counters failed", only=only(ERRORS)),
+            Fault(CPUAttentionBackendImpl, "forward", 1, "", after=True, only=in_window),
+            Fault(DraftCommitManager, "cancel", 1, "cancel failed", only=only(INTERRUPTED)),
+        ]
+    )
+    commit, written = DraftCommitManager.commit, None
+
+    def reporting(self: DraftCommitManager, *arguments: Any) -> None:
+        nonlocal written
+        commit(self, *arguments)
+        if not (folder / ERRORS).exists() and planted.counts != written:
+            written = planted.counts.copy()
+            unfinished = folder / f"{FOUND}.unfinished"
+            unfinished.write_text(json.dumps({"planted": written, "alive": planted.alive()}))
+            unfinished.replace(folder / FOUND)
+
+    reporting.__wrapped__ = commit  # type: ignore[attr-defined]
+    DraftCommitManager.commit = reporting  # type: ignore[method-assign]

@@ -1,0 +1,105 @@
+"""A server after errors of this package: ``/health``, answers and ``/metrics`` over HTTP.
+
+``test_errors.py`` has more errors, in engines of a test's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import planted_server
+import pytest
+from engines import Engines, prompts
+from processes import environment
+from readme_serve import MAX_TOKENS
+from tiny_serve import Server, running
+
+PATIENCE_SECONDS = 60.0
+SAID = "nwor: {} failed: planted in {}; the engine goes on"
+
+
+def answers(server: Server, asked: list[list[int]]) -> list[list[int]]:
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(server.complete, asked))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["cow", pytest.param("stage", marks=pytest.mark.nightly)])
+def test_a_server_goes_on_after_errors_of_ours(engines: Engines, tmp_path: Path, mode: str) -> None:
+    """It is healthy, its tokens are vanilla's, and its counters and log say what happened. After a step of vLLM that
+    failed, vLLM ends the server, and its log has the error of the step."""
+    asked = prompts(6)
+    vanilla = engines.start(asked, max_tokens=MAX_TOKENS)
+    planted_server.install(tmp_path / "plugin")
+    variables = {"VLLM_NWOR_MODE": mode, planted_server.FOLDER_VARIABLE: str(tmp_path)}
+    variables["PYTHONPATH"] = environment(tmp_path / "plugin")["PYTHONPATH"]
+    errors, interrupted = (tmp_path / name for name in (planted_server.ERRORS, planted_server.INTERRUPTED))
+    server = Server(variables)
+    with running(server):
+        errors.touch()
+        while_they_last = answers(server, asked)
+        server.get("/health")
+        errors.unlink()
+        assert [while_they_last, answers(server, asked)] == 2 * [vanilla.result()["tokens"]]
+        check_counts(server, tmp_path, mode)
+        check_a_scrape_that_fails(server)
+        server.get("/health")
+        interrupted.touch()
+        with pytest.raises(OSError, match=r"HTTP Error 500|Connection reset|closed connection"):
+            server.complete(asked[0])
+        check_it_ends(server)
+
+
+def check_counts(server: Server, folder: Path, mode: str) -> None:
+    """The counters are those of the planted errors, and nothing keeps one."""
+    totals = server.metrics_at_rest()
+    found = planted_server.found(folder)
+    planted = found["planted"]
+    assert found["alive"] == 0
+    assert set(planted) == {"begin failed", "commit failed", "publishing counters failed"} | (
+        {"write failed"} if mode == "cow" else set()
+    )
+    samples = server.scrape()
+    counted = {dict(labels)["reason"]: value for labels, value in samples["nwor_errors_total"].items()}
+    assert counted == planted
+    of_steps = {reason: number for reason, number in planted.items() if "counters" not in reason}
+    steps = samples["nwor_vanilla_steps_total"]
+    assert {dict(labels)["reason"]: value for labels, value in steps.items()} == of_steps
+    assert totals["nwor_abandoned_windows_total"] == sum(of_steps.values()) - of_steps["begin failed"]
+    assert totals["nwor_windows_total"] > sum(of_steps.values())
+    assert totals["nwor_disagreements_total"] == 0
+    for reason in of_steps:
+        what = reason.removesuffix(" failed")
+        assert server.log.count(SAID.format(what, what)) == 1, reason
+
+
+def check_a_scrape_that_fails(server: Server) -> None:
+    """A file of counters is invalid: the scrape has vLLM's metrics, and the next one has ours again."""
+    before = server.metrics()
+    [folder] = Path(server.folder).glob("nwor-metrics-*")
+    invalid = folder / "counter_invalid.db"
+    invalid.write_bytes(b"not a file of counters")
+    for _ in range(2):
+        found = server.metrics()
+        assert found["vllm:spec_decode_num_draft_tokens_total"] > 0
+        assert not [name for name in found if name.startswith("nwor_")]
+    server.get("/health")
+    invalid.unlink()
+    assert server.metrics()["nwor_windows_total"] == before["nwor_windows_total"] > 0
+    assert server.log.count("nwor: reading counters failed: ") == 1
+
+
+def check_it_ends(server: Server) -> None:
+    """vLLM says that it is not healthy, or no longer listens; then it ends."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while server.alive():
+        assert time.monotonic() < deadline
+        with contextlib.suppress(OSError):
+            server.get("/health")
+            pytest.fail("a server whose engine has ended is healthy")
+        time.sleep(0.1)
+    assert SAID.format("cancel", "cancel") in server.log
+    assert "planted in forward" in server.log
