@@ -202,12 +202,28 @@ def _plant(llm: Any, faults: str) -> Planted:
     Args:
         llm: the engine.
         faults: ``"continue"``: in graphs of the drafter, and in begin and commit of the transaction; the engine can go
-            on. ``"counts"``: after some steps, the cursor of one request's recurrent state is invalid. ``"states"``:
-            after some steps, a number of each state of one layer in vLLM is wrong.
+            on. ``"loads"``: in begin, commit and the copy of loaded rows. ``"cancel"``: in vLLM's sampling in a step
+            with drafts, and then in cancel. ``"plan"``, ``"verify"``, ``"fold"``: in this part of a step with recurrent
+            states. ``"counts"``: after some steps, the cursor of one request's recurrent state is invalid.
+            ``"states"``: after some steps, a number of each state of one layer in vLLM is wrong.
     """
     from nwor_ops import DraftCommitManager
     from nwor_ops.drafter import DraftLoop
+
+    if faults in ("loads", "cancel"):
+        return Planted(_of_transaction(llm) if faults == "loads" else _of_cancel(llm))
+
+    from nwor_ops.vllm.recurrent.engine import GroupLayers
+    from nwor_ops.vllm.recurrent.layer import OneStateLayer
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+
+    of_states = {
+        "plan": Fault(OneStateMetadataBuilder, "_planned", 12, ""),
+        "verify": Fault(OneStateLayer, "run_window", 30, ""),
+        "fold": Fault(GroupLayers, "fold_planned", 3, ""),
+    }
+    if faults in of_states:
+        return Planted([of_states[faults]])
 
     if faults == "states":
         _plant_wrong_states()
@@ -230,6 +246,28 @@ def _plant(llm: Any, faults: str) -> Planted:
             Fault(DraftCommitManager, "commit_rejected", 8, "commit failed"),
         ]
     )
+
+
+def _of_transaction(llm: Any) -> list[Fault]:
+    from nwor_ops import DraftCommitManager
+
+    commit = "commit_rejected" if _is_v2(llm) else "commit"
+    return [
+        Fault(DraftCommitManager, "begin", 9, "begin failed"),
+        Fault(DraftCommitManager, commit, 8, "commit failed"),
+        Fault(DraftCommitManager, "refresh_shadow_pages", 2, "load failed"),
+    ]
+
+
+def _of_cancel(llm: Any) -> list[Fault]:
+    """In the runner's own method, which our patch calls before it commits."""
+    from nwor_ops import DraftCommitManager
+
+    [session] = _sessions()
+    return [
+        Fault(_runner(llm), "sample" if _is_v2(llm) else "_sample", 5, "", only=lambda *_, **__: session.in_window),
+        Fault(DraftCommitManager, "cancel", 1, "cancel failed"),
+    ]
 
 
 def _plant_wrong_states() -> None:
@@ -309,6 +347,10 @@ def _watch_exports(llm: Any) -> Any:
 def _runner(llm: Any) -> Any:
     """Return the model runner of an engine that runs in one process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def _is_v2(llm: Any) -> bool:
+    return hasattr(_runner(llm), "prepare_attn")
 
 
 def _count_steps_by_drafts() -> dict[int, int]:

@@ -681,6 +681,30 @@ def _draft_graphs_v1() -> Iterator[DraftCase]:
 
 
 DRAFT_CASES = [*_draft_graphs(), *_draft_graphs_v1()]
+# One token of each prompt is left after a load: the request has drafts in the step that loads its rows.
+LOAD_ERROR_CASES = list(
+    _both_modes(
+        _case(
+            "errors-connector",
+            kv_transfer_config=_connector("LoadingConnector", "loading_connector", shared_storage_path="{fresh}"),
+            max_num_seqs=8,
+            max_num_batched_tokens=1024,
+            graphs="piecewise",
+            use={
+                "faults": "loads",
+                "rounds": 2,
+                "requests": 12,
+                "drop_prefix_cache": True,
+                "prompt_tokens": [17, 33, 49],
+            },
+        )
+    )
+)
+CANCEL_ERROR_CASES = [
+    _case("errors-cancel-cow", nwor=COW, use={"faults": "cancel"}, same_tokens=False),
+    replace(_case("errors-cancel-stage", nwor=STAGE, use={"faults": "cancel"}, same_tokens=False), more_blocks=SPARE),
+    _case("errors-cancel-v1", V1, nwor=COW, use={"faults": "cancel"}, same_tokens=False),
+]
 ERROR_CASES = [
     _draft("errors", use={"faults": "continue"}),
     _draft("errors-cow", nwor=GRAPHED_COW, use={"faults": "continue"}),
@@ -1133,6 +1157,11 @@ ONE_STATE_CASES = [*_one_states(), *_defaults(), *_without_drafts(), *_rings(), 
 REFUSED_COUNTS = _one_state(
     "invalid-counts", nwor={"recurrent": True}, use={"faults": "counts", "rounds": 20}, same_tokens=False
 )
+# Eager, so that Python calls each part in every step.
+STATE_ERROR_CASES = [
+    _one_state(f"errors-{part}", nwor={"recurrent": True}, graphs="eager", use={"faults": part}, same_tokens=False)
+    for part in ("plan", "verify", "fold")
+]
 # vLLM's own K + 1 states, without FULL graphs: they call no Python, which the audit needs.
 VLLM_STATES_CASES = [
     _case(

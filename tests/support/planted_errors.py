@@ -19,7 +19,7 @@ class Fault(NamedTuple):
     """Calls of a method that raise.
 
     Attributes:
-        owner: the class.
+        owner: the class, or one object.
         method: its method.
         every: each call with a multiple of this number raises.
         reason: the label of the counter that must grow; "" = none.
@@ -27,7 +27,7 @@ class Fault(NamedTuple):
         only: tells whether a call is counted, from its arguments.
     """
 
-    owner: type
+    owner: Any
     method: str
     every: int
     reason: str

@@ -1,6 +1,7 @@
 """Errors of this package in engines on the GPU: draft graphs, the transaction in both modes, recurrent states.
 
-``tests/vllm/test_errors.py`` has the same for what a CPU engine runs.
+``tests/vllm/test_errors.py`` has the same for what a CPU engine runs. Only these cases have run on a GPU:
+``ERROR_CASES`` and ``REFUSED_COUNTS``.
 """
 
 from __future__ import annotations
@@ -9,8 +10,16 @@ import re
 from typing import Any
 
 import pytest
-from gpu_cases import ERROR_CASES, REFUSED_COUNTS, DraftCase
-from gpu_engine_checks import assert_same_tokens, finished, note
+from gpu_cases import (
+    CANCEL_ERROR_CASES,
+    ERROR_CASES,
+    LOAD_ERROR_CASES,
+    REFUSED_COUNTS,
+    STATE_ERROR_CASES,
+    Case,
+    DraftCase,
+)
+from gpu_engine_checks import assert_same_tokens, finished, note, session_of
 
 
 @pytest.mark.parametrize("case", ERROR_CASES, ids=lambda case: case.name)
@@ -39,3 +48,34 @@ def test_a_request_with_invalid_counts_stops_the_engine(engines: Any) -> None:
     error = engines.start(case.name, settings, case.environment, **case.use).result()["error"]
     said = r"counts of accepted tokens of requests (\d+-\d|of earlier).* are invalid.* so the engine stops"
     assert re.search(said, error), error
+
+
+@pytest.mark.parametrize("case", LOAD_ERROR_CASES, ids=lambda case: case.name)
+def test_an_engine_with_a_connector_goes_on_after_an_error(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    """Steps with exports and loads fail. The second round loads what the first one stored."""
+    vanilla, ours = engines.start_case(case)
+    result = finished(ours.result())
+    note(record, case, result)
+    assert_same_tokens(result, finished(vanilla.result()), case.may_differ)
+    assert result["metrics"]["external_prefix_cache_hits"] > 0
+    planted = result["planted"]["counts"]
+    of_loads = {"load failed"} if case.nwor["mode"] == "stage" else set()
+    assert set(planted) == {"begin failed", "commit failed"} | of_loads
+    assert result["planted"]["errors"] == session_of(result)["vanilla_steps"] == planted
+    assert result["planted"]["alive"] == 0
+
+
+@pytest.mark.parametrize("case", CANCEL_ERROR_CASES, ids=lambda case: case.name)
+def test_an_engine_ends_with_the_error_of_the_step_that_failed(case: Case, engines: Any) -> None:
+    """And its log has the error of the cancel."""
+    result = engines.start_case(case)[1].result()
+    assert re.search("planted in _?sample", result["error"]), result["error"]
+    assert any("nwor: cancel failed: planted in cancel; the engine goes on" in line for line in result["said"])
+
+
+@pytest.mark.parametrize("case", STATE_ERROR_CASES, ids=lambda case: case.name)
+def test_an_error_with_recurrent_states_stops_the_engine(case: Case, engines: Any) -> None:
+    """The states may have the tokens of the step twice or never, so nothing continues."""
+    error = engines.start_case(case)[1].result()["error"]
+    method = {"plan": "_planned", "verify": "run_window", "fold": "fold_planned"}[case.use["faults"]]
+    assert f"planted in {method}" in error, error
