@@ -38,7 +38,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"nwor_ops/drafter/.*|tests/support/draft_loops\.py|examples/(?:paged_)?draft\w*\.py", ("drafter",)),
     (
         r"nwor_ops/vllm/.*|tests/support/(?:draft_(?:configs|kernels|proposers|speculators)|hashing_drafter|one_state_\w+|interpreter\w*|recurrent_kernels|engine\w*|processor|other_scheduler"
-        r"|counted_session|export_connector|(?:tiny|custom)_drafters|page_machine|pipeline_rank|v2_runner|packed_rows|limited/\w+)\.py|docs/reference/(?:support|cases)\.md|docs/guides/hybrid-models\.md|tools/(?:made_tables|support_tables|shown_cases|state_sizes)\.py",
+        r"|counted_session|(?:export|loading)_connector|planted_(?:errors|server)|tiny_serve|(?:tiny|custom)_drafters|page_machine|pipeline_rank|v2_runner|packed_rows|limited/\w+)\.py|docs/reference/(?:support|cases)\.md|docs/guides/hybrid-models\.md|tools/(?:made_tables|support_tables|shown_cases|state_sizes)\.py",
         ("vllm",),
     ),
     (

@@ -187,6 +187,37 @@ def test_an_engine_stops_if_it_is_told_to_or_cannot_go_on(engines: Engines) -> N
     )
 
 
+def _shadow_page_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
+    """Let the scheduler give a shadow page to a request. Return the engine's error, and the page."""
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM
+
+    import nwor_ops
+
+    llm = LLM(**settings)
+    [session] = nwor_ops.vllm.sessions()
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, page = scheduler.schedule, session.shadow_blocks.first
+
+    def spoiling(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        for new in output.scheduled_new_reqs[:1]:
+            new.block_ids = ([*new.block_ids[0], page],)
+        return output
+
+    scheduler.schedule = spoiling
+    sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
+    return {"error": _error_of_a_run(llm, requests, sampling), "page": page}
+
+
+def test_an_engine_stops_if_a_request_gets_a_shadow_page(engines: Engines) -> None:
+    found = engines.submit(_shadow_page_job, _settings(mode="stage"), prompts(4)).result()
+    page = found["page"]
+    assert found["error"].startswith(
+        f"nwor: the scheduler gave block {page} to a request, but blocks {page} and above are shadow pages"
+    )
+
+
 # ---------------------------------------------------------------- after a step of vLLM that failed
 
 

@@ -47,7 +47,11 @@ class Loaded(StepListener):
 
     def __init__(self) -> None:
         self.windows: list[bool] = []
+        self.abandoned_windows = 0
         self.session: Session | None = None
+
+    def abandoned(self) -> None:
+        self.abandoned_windows += 1
 
     def loaded(self) -> None:
         assert self.session is not None
@@ -206,6 +210,7 @@ def test_rows_that_a_connector_loaded_and_that_cannot_be_copied_end_the_window(m
     session.loaded()
     assert not session.in_window
     assert loaded.windows == [False]
+    assert loaded.abandoned_windows == 1
     assert session.vanilla_steps == session.errors.counts == {"load failed": 1}
     assert session.stats().abandoned == 1
 
