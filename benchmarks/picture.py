@@ -43,6 +43,7 @@ HYBRIDS = {
     "tok_s_default": ("vanilla's default, K = 3", "--o"),
     "tok_s_recurrent_beside_drafts_0": ("one state with a ring, no drafts", "-x"),
     "tok_s_drafts_0": ("vanilla's default, no drafts", ":x"),
+    "chunk_tok_s_recurrent_beside_bfloat16": ("one state, chunk form, K = 3 (another run)", "-^"),
 }
 TARGET_STYLE = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
 
@@ -113,7 +114,8 @@ def draw_drafters() -> None:
 
 def draw_hybrid() -> None:
     """Draw a hybrid model with one state per request and with vLLM's states, with and without drafts."""
-    found = ChainMap(read("h200", "gpu_hybrid"), read("h200", "gpu_hybrid_without_drafts_ring"))
+    chunk = {f"chunk_{name}": row for name, row in read("h200", "gpu_hybrid_chunk").items()}
+    found = ChainMap(read("h200", "gpu_hybrid"), read("h200", "gpu_hybrid_without_drafts_ring"), chunk)
     draw_lines(
         "hybrid", found, HYBRIDS, "Qwen3.5-9B's shape, 36 GiB of cache; with drafts: 2.5 tokens a step", "linear"
     )

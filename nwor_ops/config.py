@@ -80,6 +80,11 @@ class NworConfig:
         return self.mode != "off" or self.audit
 
     @property
+    def form(self) -> str:
+        """The form of the windows of recurrent layers: ``"exact"`` or ``"chunk"``; ``"off"``: vLLM's own windows."""
+        return self.recurrent if isinstance(self.recurrent, str) else "exact" if self.recurrent else "off"
+
+    @property
     def chunk(self) -> bool:
         """Whether the windows of recurrent layers have the chunk form."""
         return self.recurrent == "chunk"

@@ -77,9 +77,11 @@ class BenchOptions:
     @property
     def label(self) -> tuple[str, str]:
         """The feature's label of ``nwor_info``, and its value if the feature is active."""
-        return {TRANSACTION: ("transaction", self.mode), DRAFT: ("draft_graphs", "on"), RECURRENT: ("recurrent", "on")}[
-            self.feature
-        ]
+        return {
+            TRANSACTION: ("transaction", self.mode),
+            DRAFT: ("draft_graphs", "on"),
+            RECURRENT: ("recurrent", "exact"),
+        }[self.feature]
 
     def settings(self, side: str) -> dict[str, str]:
         """Return the variables that this command sets for a side."""

@@ -7,7 +7,7 @@ callables, since one more Python function costs the host some us in a cold cache
 :func:`own_error`.
 
 torch takes time for each None too, and longer for an int than for a tensor. So these ops have only the arguments that
-their calls need. A caller writes ``num_rows`` to the memory of a handle (:func:`numbers_of`).
+their calls need. A caller writes ``num_rows`` to the memory of a handle (:func:`num_rows_of`).
 
 These functions are for :class:`nwor_ops.DraftCommitManager`. They are not public ops, because the schema of a handle
 hides which tensors are mutated. A trace refuses them.
@@ -95,15 +95,12 @@ def bind(op: str, after: Tensor | None = None, begun: Tensor | None = None, **ar
         raise registry.translated(declared, (), arguments, error) from None
 
 
-def numbers_of(begun: Tensor) -> memoryview:
-    """Return the two numbers of a begin's handle, int64, which a commit reads.
+def num_rows_of(begun: Tensor) -> memoryview:
+    """Return ``num_rows`` of a begin's handle, one int64, as in ``restore_slots``; -1 = not given.
 
-    - The number of requests: begin writes it.
-    - ``num_rows``, as in ``restore_slots``: the caller writes it before a commit; -1 = not given.
-
-    The handle must live longer.
+    The caller writes it before a commit. The handle must live longer.
     """
-    return memoryview((ctypes.c_int64 * 2).from_address(begun.data_ptr() + 16)).cast("B").cast("q")
+    return memoryview(ctypes.c_int64.from_address(begun.data_ptr() + 24)).cast("B").cast("q")
 
 
 def own_error(error: BaseException) -> BaseException:

@@ -39,7 +39,7 @@ from nwor_ops.ops.bound import (
     bind,
     commit_bound,
     commit_tokens_bound,
-    numbers_of,
+    num_rows_of,
     own_error,
 )
 from nwor_ops.transaction.counters import Stats
@@ -59,7 +59,7 @@ class _BoundCalls:
 
     Attributes:
         begin: the handle of begin.
-        numbers: those that a commit reads; see :func:`nwor_ops.ops.bound.numbers_of`.
+        num_rows: see :func:`nwor_ops.ops.bound.num_rows_of`.
         commit, commit_tokens: those of :meth:`DraftCommitManager.commit_rejected` and
             :meth:`DraftCommitManager.commit`; None until the first commit of that kind.
         redirects: as in :meth:`Recovery.redirects`.
@@ -72,11 +72,11 @@ class _BoundCalls:
 
     __slots__ = (
         "begin", "block_tables", "commit", "commit_tokens", "has_states", "leading_zero", "most_requests",
-        "num_bonus_tokens", "numbers", "redirects", "slot_mappings",
+        "num_bonus_tokens", "num_rows", "redirects", "slot_mappings",
     )  # fmt: skip
 
     def __init__(self, window: Window, groups: Sequence[str], begin: Tensor, redirects: Redirects):
-        self.begin, self.numbers, self.redirects = begin, numbers_of(begin), redirects
+        self.begin, self.num_rows, self.redirects = begin, num_rows_of(begin), redirects
         self.commit: Tensor | None = None
         self.commit_tokens: Tensor | None = None
         self.most_requests = window.num_requests
@@ -568,7 +568,7 @@ class DraftCommitManager(Stateful[Layer]):
                 else:
                     assert self._bound is not None
                     drafts = window.num_draft_tokens
-                    self._bound.numbers[1] = -1 if drafts is None else drafts
+                    self._bound.num_rows[0] = -1 if drafts is None else drafts
                     self._determine_outcome(commit_tokens_bound, draft_token_ids, sampled_token_ids, handle)
             except Exception as error:
                 if raises_behind_launches(self.buffers.counters):
@@ -628,7 +628,7 @@ class DraftCommitManager(Stateful[Layer]):
         ):  # fmt: skip
             self._outcome_known = None
             try:
-                bound.numbers[1] = -1 if drafts is None else drafts
+                bound.num_rows[0] = -1 if drafts is None else drafts
                 commit_bound(num_rejected, commit)
             except Exception as error:
                 raise explained(

@@ -311,7 +311,7 @@ def active_in(worker: Any) -> tuple[dict[str, str], dict[str, int]]:
         found.memory[presence.GRAPHS] = drafter.graphs.bytes
     state = one_state.one_state_of(runner)
     if state is not None:
-        found.features[presence.RECURRENT] = presence.ON
+        found.features[presence.RECURRENT] = state.form
         found.memory[presence.RECORDS] = state.record_bytes
     return found.features, found.memory
 

@@ -37,7 +37,8 @@ class Active:
     """The features of one worker.
 
     Attributes:
-        features: the state of each feature: ``"off"``, ``"on"``, or the mode of the transaction.
+        features: the state of each feature: ``"off"``, ``"on"``, the mode of the transaction, or the form of recurrent
+            states.
         memory: bytes that the active features take, by part.
     """
 
@@ -50,7 +51,7 @@ def asked_for(config: NworConfig) -> dict[str, str]:
     return {
         TRANSACTION: config.mode,
         DRAFT_GRAPHS: ON if config.draft_graphs else OFF,
-        RECURRENT: ON if config.recurrent else OFF,
+        RECURRENT: config.form,
     }
 
 
@@ -71,10 +72,14 @@ def compare(asked: dict[str, str], workers: Sequence[dict[str, str] | None]) -> 
             continue
         states[feature] = MISSING
         unloaded = [rank for rank in lacking if workers[rank] is None]
+        others = [f"rank {rank} has {worker[feature]}" for rank, worker in enumerate(workers)
+                  if worker is not None and worker[feature] not in (OFF, state)]  # fmt: skip
         why = "the log of the worker has the reason"
         if unloaded:
             why = f"nwor_ops is not loaded in rank {_numbers(unloaded)}: is the package installed on that node?"
-        name = feature.replace("_", " ") + (f" ({state})" if feature == TRANSACTION else "")
+        elif others:
+            why = f"{', '.join(others)}: are the settings of that node different?"
+        name = feature.replace("_", " ") + (f" ({state})" if state != ON else "")
         ranks = f"rank {_numbers(lacking)} of {len(workers)}"
         sentences.append(f"{name}: asked for, but not active in {ranks}; {why}")
     return states, sentences

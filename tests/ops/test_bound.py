@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import gc
 import weakref
 
@@ -107,7 +106,7 @@ def run_bound(op, arguments):
         commit_tokens_bound(given["draft_token_ids"], given["sampled_token_ids"], handle)
         return
     if given.get("num_rows") is not None:
-        bound.numbers_of(before)[1] = given["num_rows"]
+        bound.num_rows_of(before)[0] = given["num_rows"]
     commit_bound(given["num_rejected"], handle)
 
 
@@ -140,27 +139,25 @@ def test_calls_run_in_the_order_of_binding(device):
     assert layouts.same_memory(*twins)
 
 
-def test_the_numbers_of_a_handle_are_checked(device):
-    """A commit checks the numbers in the memory of its begin's handle, whoever has written them."""
+def test_a_commit_checks_the_numbers_of_its_begin(device):
+    """Begin keeps the number of requests in its handle, and the caller writes the number of rows there."""
     op = "restore_slots_from_rejected"
     arguments = sample_inputs(op, device)[1]
     twin, given = layouts.twin(arguments), named(op, arguments)
     requests = given["draft_start_loc"].shape[0] - 1
     getattr(ops, op)(*arguments)
-    before = begun(1, device)
+    before, larger = begun(requests, device), begun(requests + 1, device)
     handle, counts = bind(op, begun=before, **named(op, twin)), named(op, twin)["num_rejected"]
-    numbers = bound.numbers_of(before)
-    assert numbers.tolist() == [1, -1]
-    numbers[0] = requests
+    num_rows = bound.num_rows_of(before)
+    assert num_rows.tolist() == [-1]
     if given["num_rows"] is not None:
-        numbers[1] = given["num_rows"]
+        num_rows[0] = given["num_rows"]
     commit_bound(counts, handle)
     assert layouts.same_memory(arguments, twin)
-    for wrong in (-1, requests + 1):
-        numbers[0] = wrong
-        with pytest.raises(ValueError, match=rf"num_requests must be from 0 to the {requests} of .*, got {wrong}"):
-            commit_bound(counts, handle)
-    numbers[:] = memoryview(array.array("q", [requests, given["log"].shape[1] + 1]))
+    wrong = bind(op, begun=larger, **named(op, twin))
+    with pytest.raises(ValueError, match=rf"num_requests must be from 0 to the {requests} of .*, got {requests + 1}"):
+        commit_bound(counts, wrong)
+    num_rows[0] = given["log"].shape[1] + 1
     with pytest.raises(ValueError, match=r"^restore_slots_from_rejected: num_rows must be from 0 to the"):
         commit_bound(counts, handle)
     assert layouts.same_memory(arguments, twin)

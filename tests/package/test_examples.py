@@ -450,8 +450,8 @@ HYBRID = HybridConfig()
 NUM_HYBRID_TOKENS = 40  # its texts repeat after eight tokens
 
 
-def hybrid_engine(kind: type[HybridEngine] = HybridEngine, **options) -> HybridEngine:
-    engine = kind(HYBRID, **{"num_drafts": NUM_DRAFTS, "max_requests": 3, "max_context": 64} | options)
+def hybrid_engine(kind: type[HybridEngine] = HybridEngine, config: HybridConfig = HYBRID, **options) -> HybridEngine:
+    engine = kind(config, **{"num_drafts": NUM_DRAFTS, "max_requests": 3, "max_context": 64} | options)
     for cache in engine.caches.values():  # rows of earlier requests
         for tensor in [cache] if isinstance(cache, torch.Tensor) else [cache.state, *cache.records]:
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
@@ -501,6 +501,24 @@ def test_hybrid_decoding_keeps_no_rejected_draft(plain_hybrid):
     assert min(stats.accepted, stats.rejected) > 20
     memory = engine.states.memory()
     assert memory.state + memory.record < memory.every_state / 2
+
+
+@pytest.mark.parametrize("num_drafts", [0, NUM_DRAFTS])
+def test_a_hybrid_engine_with_a_ring_decodes_the_same(num_drafts, plain_hybrid):
+    engine = hybrid_engine(num_drafts=num_drafts, ring_rows=6)
+    assert engine.states.ring_rows == 6
+    assert engine.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=num_drafts > 0) == plain_hybrid
+
+
+def test_the_chunk_form_of_the_hybrid_engine_decodes_the_same():
+    """With drafts and without: its bits do not depend on how tokens are cut into windows."""
+    config = HybridConfig(linear_head_size=128)
+    exact, chunk = hybrid_engine(config=config), hybrid_engine(config=config, form="chunk")
+    assert (chunk.states.chunk, chunk.states.ring_rows) == (16, 16 + NUM_DRAFTS)
+    texts = [chunk.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate) for speculate in (False, True)]
+    assert texts[0] == texts[1] == exact.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=False)
+    stats = chunk.manager.stats()
+    assert min(stats.accepted, stats.rejected) > 20
 
 
 def test_a_state_for_every_token_decodes_the_same(plain_hybrid):
@@ -554,13 +572,23 @@ def test_a_hybrid_engine_that_takes_all_drafts_is_noticed(plain_hybrid):
     assert hybrid_engine(Credulous).generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=True) != plain_hybrid
 
 
-def test_recurrent_decoding_script():
-    """Run the script with its defaults, which compile the model."""
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), r"speculative .* [1-9]\d* accepted, [1-9]\d* rejected"),
+        (("--form", "chunk", "--no-compile"), r"speculative .* [1-9]\d* accepted, [1-9]\d* rejected"),
+        (("--num-drafts", "0", "--ring-rows", "6", "--no-compile"), r"ring of 6 .* 0 drafted"),
+    ],
+    ids=["defaults", "chunk", "ring"],
+)
+def test_recurrent_decoding_script(arguments, says):
+    """Its defaults compile the model."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "recurrent_decoding.py"), "--num-prompts", "3", "--output-tokens", "24"],
+        [sys.executable, str(EXAMPLES / "recurrent_decoding.py"), "--num-prompts", "3", "--output-tokens", "24",
+         *arguments],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "same output as plain greedy decoding: yes" in done.stdout
-    assert re.search(r"speculative .* [1-9]\d* accepted, [1-9]\d* rejected", done.stdout)
-    assert re.search(r"a request: \d+ bytes and a record of \d+; 5 states would be \d+", done.stdout)
+    assert re.search(says, done.stdout)
+    assert re.search(r"a request: \d+ bytes and a record of \d+; [15] states would be \d+", done.stdout)

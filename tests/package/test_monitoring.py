@@ -43,7 +43,7 @@ FIRES = {
     },
 }
 QUIET = {
-    f'nwor_info{{{LABELS}, transaction="cow", draft_graphs="on", recurrent="off"}}': "1x40",
+    f'nwor_info{{{LABELS}, transaction="cow", draft_graphs="on", recurrent="chunk"}}': "1x40",
     'vllm:num_requests_running{job="vllm", instance="a:8000"}': "0x40",
     f"nwor_one_state_skipped_requests_total{{{LABELS}}}": "0x40",
     f"nwor_disagreements_total{{{LABELS}}}": "0x40",

@@ -119,7 +119,7 @@ def test_a_bound_commit_looks_at_the_log_rows_of_its_window_only(monkeypatch):
     numbers = []
 
     def commit_bound(num_rejected, commit):
-        numbers.append(engine.manager._bound.numbers[1])
+        numbers.append(engine.manager._bound.num_rows[0])
         return original(num_rejected, commit)
 
     original = nwor_ops.transaction.manager.commit_bound

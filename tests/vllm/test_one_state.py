@@ -585,6 +585,7 @@ def test_the_start_up_line(packed: bool) -> None:
     said = state.describe()
     assert "4 layers with 1 state per request (vLLM: 4) and a record of 10.2 KiB (6.9% of a page)" in said
     ring = plugin.OneState(runner, builders, RING, skipped)
+    assert (ring.form, plugin.OneState(runner, builders, CHUNK, skipped).form) == ("exact", "chunk")
     assert "(vLLM: 4) and a ring of 8 accepted rows, 27.3 KiB (18.5% of a page); a request" in ring.describe()
     # Without records there are 112 pages.
     assert "a request of 256 tokens has 4 blocks (10), 26 of them fit (11)" in said

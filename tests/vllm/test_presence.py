@@ -17,8 +17,9 @@ import cloudpickle
 import pytest
 from engines import ENGINE, ENVIRONMENT, SMALL, Engines, model_folder
 
+from nwor_ops.cli.bench_options import OURS, BenchOptions
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm import presence
+from nwor_ops.vllm import plugin, presence
 from nwor_ops.vllm.metrics import transport
 
 
@@ -88,7 +89,7 @@ def test_an_engine_that_does_not_speculate_warns(engines: Engines) -> None:
     asked = {"VLLM_NWOR_MODE": "stage", "VLLM_NWOR_RECURRENT": "1", "VLLM_NWOR_ON_UNSUPPORTED": "vanilla"}
     result = started(engines, asked, speculative_config=None)
     assert result["warnings"][-2:] == [
-        "nwor: recurrent: asked for, but not active in rank 0 of 1; the log of the worker has the reason",
+        "nwor: recurrent (exact): asked for, but not active in rank 0 of 1; the log of the worker has the reason",
         transaction,
     ]
     assert result["gauges"] == {info("missing", recurrent="missing"): 1}
@@ -148,6 +149,42 @@ def test_every_worker_counts(workers: list[str | None], state: str, sentence: st
     assert states == asked | {"transaction": state}
     assert len(sentences) == (sentence is not None)
     assert sentence is None or sentence in sentences[0]
+
+
+@pytest.mark.parametrize(("asked_form", "label"), [(False, "off"), (True, "exact"), ("chunk", "chunk")])
+def test_the_label_of_recurrent_states_is_their_form(asked_form: bool | str, label: str) -> None:
+    asked = presence.asked_for(NworConfig(recurrent=asked_form))
+    assert asked["recurrent"] == label
+    assert presence.compare(asked, [dict(asked), dict(asked)]) == (asked, [])
+
+
+@pytest.mark.parametrize("feature", ["transaction", "draft", "recurrent"])
+def test_the_benchmark_waits_for_the_label_of_its_settings(feature: str, tmp_path: Path) -> None:
+    options = BenchOptions(feature, (), tmp_path)
+    label, value = options.label
+    assert presence.asked_for(NworConfig.load({}, options.settings(OURS)))[label] == value
+
+
+def test_a_worker_with_the_other_form_is_named() -> None:
+    asked = presence.asked_for(NworConfig(recurrent="chunk"))
+    states, sentences = presence.compare(asked, [dict(asked), asked | {"recurrent": "exact"}])
+    assert states == asked | {"recurrent": "missing"}
+    assert sentences == [
+        "recurrent (chunk): asked for, but not active in rank 1 of 2; rank 1 has exact: are the settings of that "
+        "node different?"
+    ]
+
+
+def test_a_worker_tells_the_form_of_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runner:
+        drafter = None
+
+    runner = Runner()
+    for form in ("exact", "chunk"):
+        state = SimpleNamespace(form=form, record_bytes=3)
+        monkeypatch.setattr(plugin.one_state, "one_state_of", {runner: state}.get)
+        features, memory = plugin.active_in(SimpleNamespace(model_runner=runner))
+        assert (features["recurrent"], memory) == (form, {"records": 3})
 
 
 def test_an_error_in_the_report_does_not_stop_the_engine(caplog: pytest.LogCaptureFixture) -> None:

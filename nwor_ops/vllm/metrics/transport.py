@@ -78,7 +78,8 @@ BY_REASON = VANILLA_STEPS, EAGER_PASSES, ERRORS  # in the order of Totals
 # Gauges.
 INFO = (
     "nwor_info",
-    "State of each feature of nwor_ops: off, on or its mode, or missing (asked for, but not active in every worker).",
+    "State of each feature of nwor_ops: off; on, its mode or its form; or missing (asked for, but not active in every "
+    "worker).",
 )
 MEMORY = ("nwor_memory_bytes", "Memory of the features of nwor_ops in bytes: of the rank that has most, by part.")
 

@@ -117,6 +117,11 @@ class OneState:
         return sum(len(builder.group.layers) for builder in self._builders)
 
     @property
+    def form(self) -> str:
+        """``"exact"`` or ``"chunk"``."""
+        return "chunk" if self._chunk else "exact"
+
+    @property
     def record_bytes(self) -> int:
         """Bytes of the records in all pages of the cache."""
         return self._cache_bytes * self._record_bytes // self._page_bytes
