@@ -156,6 +156,11 @@ def describe_gpu(capability: tuple[int, int], memory: int) -> Machine:
     import vllm.triton_utils
 
     vllm.triton_utils.HAS_TRITON = True  # as on that machine: without it vLLM configures runner V1
+    if not modules_import:
+        from vllm.model_executor.models.registry import _LazyRegisteredModel
+
+        # vLLM caches what it knows about a model's class. Its writer imports attention kernels that a CPU build lacks.
+        _LazyRegisteredModel._save_modelinfo_to_cache = lambda *_: None  # type: ignore[method-assign]
     return Machine(is_here=False, modules_import=modules_import)
 
 

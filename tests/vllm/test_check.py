@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -105,7 +106,9 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def test_a_gpu_that_is_not_here_is_configured_as_if_it_were() -> None:
+@pytest.mark.long
+def test_a_gpu_that_is_not_here_is_configured_as_if_it_were(tmp_path: pathlib.Path) -> None:
+    """vLLM has not cached what it knows about the model's class, as on a new machine."""
     import torch
 
     if torch.version.cuda:
@@ -113,9 +116,10 @@ def test_a_gpu_that_is_not_here_is_configured_as_if_it_were() -> None:
     drafting = {"method": "draft_model", "model": model_folder(), "num_speculative_tokens": 4}
     arguments = [model_folder(), "--skip-tokenizer-init", "--speculative-config", json.dumps(drafting)]
     several = json.dumps([arguments, [*arguments, "--enforce-eager"], [*arguments, "--cpu-offload-gb", "1"]])
-    environment = os.environ | {"VLLM_NWOR_DRAFT_GRAPHS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-c", DESCRIBED, several], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    environment = {"VLLM_NWOR_DRAFT_GRAPHS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CACHE_ROOT": str(tmp_path)}
+    command = [sys.executable, "-c", DESCRIBED, several]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
     graphed, eager, offloaded = map(json.loads, done.stdout.splitlines())
     assert (graphed["engine"]["device"], graphed["engine"]["runner"]) == ("cuda", "V2")
     assert "this vLLM is a CPU build" in graphed["costs_unknown"]
