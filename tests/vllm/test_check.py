@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from engines import ENGINE, NGRAM, Engines, model_folder, prompts
+from test_hybrid import QWEN3_NEXT
 
 from nwor_ops.cli.check import Outcome, as_json, outcome_of, print_preview
 from nwor_ops.cli.verify_engine import SMALL_ENGINE
@@ -134,6 +135,34 @@ def test_a_gpu_that_is_not_here_is_configured_as_if_it_were(tmp_path: pathlib.Pa
     [reason] = verdicts(offloaded)["draft graphs"]["reasons"]
     assert (offloaded["exit_code"], reason["change"]) == (3, "without --cpu-offload-gb")
     assert not verdicts(graphed)["one state"]["runs"]
+
+
+CONFIGURED = """
+import json, sys
+from nwor_ops.vllm import preview
+preview.describe_gpu((9, 0), 80 << 30)
+from nwor_ops.cli.verify_engine import read_arguments
+for arguments in json.loads(sys.argv[1]):
+    print(read_arguments(arguments).compilation_config.cudagraph_mode.name)
+"""
+
+
+@pytest.mark.long
+def test_verify_lets_the_audit_of_vanillas_states_see_each_step() -> None:
+    """FULL graphs call no Python. They stay if the arguments name them, if a feature is on, and without states."""
+    hybrid = [model_folder(**QWEN3_NEXT), "--skip-tokenizer-init", *SPECULATION]
+    cases = {
+        "PIECEWISE": hybrid,
+        "NONE": [*hybrid, "--enforce-eager"],
+        "FULL": [*hybrid, "-cc.cudagraph_mode=FULL"],
+        "FULL_AND_PIECEWISE": [*hybrid, "--additional-config", '{"nwor": {"mode": "cow"}}'],
+        "FULL_AND_PIECEWISE ": [model_folder(), "--skip-tokenizer-init", *SPECULATION],
+    }
+    environment = os.environ | {"VLLM_NWOR_AUDIT": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-c", CONFIGURED, json.dumps(list(cases.values()))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    assert done.stdout.split() == [name.strip() for name in cases]
 
 
 # ---------------------------------------------------------------- the command

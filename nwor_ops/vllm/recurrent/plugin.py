@@ -334,18 +334,24 @@ def following_forwards(execute: Callable[..., Any]) -> Callable[..., Any]:
     return execute_model
 
 
-def audit(runner: Any, session: Session, groups: Callable[[], Sequence[RecurrentGroup]]) -> None:
+def audit(runner: Any, session: Session, groups: Callable[[], Sequence[RecurrentGroup]], logger: Any) -> None:
     """Audit the states of an engine too: the one state of a request, or the states that vLLM keeps.
 
     Args:
         runner: the engine's runner.
         session: its session.
         groups: returns the groups of its recurrent layers.
+        logger: vLLM's logger.
     """
     if runner in _engines:
         session.subscribe(_engines[runner].start_audit())
-    elif (found := audit_states(runner, groups())) is not None:
-        session.subscribe(found)
+    elif recurrent := groups():
+        found = audit_states(runner, recurrent)
+        if isinstance(found, str):
+            session.states_not_audited = found
+            logger.warning("nwor: vLLM's recurrent states are not audited: %s", found)
+        else:
+            session.subscribe(found)
 
 
 def audit_alone(runner: Any) -> bool:
