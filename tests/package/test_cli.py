@@ -70,9 +70,11 @@ def test_doctor_finds_a_setting_that_a_server_refuses(variable, value):
 
 
 def test_doctor_json_is_only_json_and_every_self_test_passes():
-    """As ``python -m nwor_ops``; the other tests run ``nwor-ops``."""
+    """As ``python -m nwor_ops``; the other tests run ``nwor-ops``. Progress goes to stderr."""
     finished = run_cli("doctor", "--json", code=MODULE)
     assert finished.returncode == 0, finished.stderr
+    assert "1/1 checking what is installed ...\n" in finished.stderr
+    assert re.search(r"^done in +\d+ s: 1/1 checking what is installed$", finished.stderr, re.MULTILINE)
     examination = json.loads(finished.stdout)
     assert (examination["usable"], examination["exit_code"]) == (True, 0)
     self_tests = [finding for finding in examination["findings"] if finding["section"] == doctor.SELF_TEST]

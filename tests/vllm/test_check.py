@@ -203,6 +203,7 @@ def test_a_mistake_is_in_the_json_too(arguments: tuple[str, ...], code: int, com
     assert (done.returncode, found["exit_code"]) == (code, code), done.stderr
     assert complaint in found["error"]
     assert complaint in done.stderr
+    assert done.stderr.startswith("1/1 checking the engine's arguments ...\n")
 
 
 def printed(*verdicts: Verdict, on_unsupported: str = "error") -> str:
