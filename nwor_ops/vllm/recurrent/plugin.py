@@ -121,16 +121,20 @@ class OneState:
         """Bytes of the records in all pages of the cache."""
         return self._cache_bytes * self._record_bytes // self._page_bytes
 
-    def counted(self) -> dict[str, int]:
+    def counted(self) -> dict[str, float]:
         """Return the exact counters for the metrics. This synchronizes. Every group plans every step."""
         return self._counts(self._skipped.now())
 
-    def counted_lately(self) -> dict[str, int]:
+    def counted_lately(self) -> dict[str, float]:
         """Return the counters of the last copy to the host, without synchronizing."""
         return self._counts(self._skipped.latest())
 
-    def _counts(self, skipped: int) -> dict[str, int]:
-        return {"one_state_steps": self._builders[0].steps, "one_state_skipped_requests": skipped}
+    def _counts(self, skipped: int) -> dict[str, float]:
+        return {
+            "one_state_steps": self._builders[0].steps,
+            "one_state_host_seconds": sum(builder.host_seconds for builder in self._builders),
+            "one_state_skipped_requests": skipped,
+        }
 
     def start_audit(self) -> StateAudit:
         """Start to compare every state. The caller calls ``forwarded`` of the returned audit after each forward."""
