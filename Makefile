@@ -180,15 +180,19 @@ matrix: $(READY)
 next-vllm: setup
 	@$(BIN)/python tools/next_vllm.py $(VERSION) $(if $(BASE),--base $(BASE))
 
-# The wheel is made from the sdist, which shows that the sdist is complete. torch brings its own libraries.
+# The wheel is made from the sdist, which shows that the sdist is complete. torch brings its own libraries. A wheel has the
+# name of the release, so it has the CUDA library too unless NWOR_BUILD_CUDA=0 asks for none.
+dist: export NWOR_BUILD_CUDA ?= 1
 dist: $(READY)
 	@rm -rf build/dist dist
-	@NWOR_GLIBC=$(subst _,.,$(MANYLINUX)) $(STEP) 1/2 "sdist, and a wheel from it (with the CUDA library: minutes)" -- \
+	@NWOR_GLIBC=$(subst _,.,$(MANYLINUX)) $(STEP) 1/2 "sdist, and a wheel from it (with the CUDA library: minutes)" \
+	  --hint "without nvcc, NWOR_BUILD_CUDA=0 make dist makes a wheel for CPUs only" -- \
 	  $(BIN)/python -m build --no-isolation --outdir build/dist
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(STEP) 2/2 "manylinux_$(MANYLINUX) wheel" -- bash -c '\
 	  auditwheel repair --plat manylinux_$(MANYLINUX)_x86_64 --only-plat --wheel-dir dist \
 	    --exclude "libtorch*.so" --exclude "libc10*.so" build/dist/*.whl && mv build/dist/*.tar.gz dist/'
 	@ls -sh1 dist
+	$(if $(filter 0,$(NWOR_BUILD_CUDA)),@echo "make: this wheel has no CUDA library, and tools/release.py refuses it")
 
 # Installs both into fresh environments: pip downloads torch for each of them, and builds the sdist.
 test-dist: dist

@@ -7,8 +7,8 @@ torch >= 2.11.
 
 Environment:
     TORCH_CUDA_ARCH_LIST    architectures, e.g. "9.0" or "8.0;9.0+PTX" (default: the release list)
-    NWOR_BUILD_CUDA=0       leave the CUDA library out;  =1: fail if nvcc is missing. By default the build fails
-                            without nvcc if this machine has an NVIDIA GPU.
+    NWOR_BUILD_CUDA=0       leave the CUDA library out;  =1: fail if nvcc is missing (`make dist`). By default the
+                            build fails without nvcc if this machine has an NVIDIA GPU.
     NWOR_BUILD=0            leave both libraries out, for an editable installation of a tree that has them
     NWOR_GLIBC=2.28         link so that the libraries run with that glibc, if this machine's is newer (`make dist`)
     NWOR_SANITIZE=address,undefined

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from nwor_ops.cli.extras import require
+from nwor_ops.cli.stages import Stages
 
 app = typer.Typer(
     help="No Write On Reject: faster speculative decoding.",
@@ -48,6 +49,14 @@ def _exit_if_invalid(command: str, invalid: type[ValueError] = ValueError) -> It
     except invalid as error:
         typer.echo(f"nwor-ops {command}: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+@contextlib.contextmanager
+def _shown(what: str) -> Iterator[None]:
+    """Show on stderr that a command is doing this. What it prints goes there too."""
+    stages = Stages(Console(stderr=True, highlight=False), 1)
+    with contextlib.redirect_stdout(sys.stderr), stages.stage(what):
+        yield
 
 
 class Mode(str, enum.Enum):
@@ -141,7 +150,7 @@ def check(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not re.fullmatch(r"\d+\.\d", capability):
         raise typer.BadParameter(f"must be a number like 9.0, got {capability!r}", param_hint="--capability")
-    with contextlib.redirect_stdout(sys.stderr):
+    with _shown("checking the engine's arguments"):
         from nwor_ops.vllm import preview
 
         machine = preview.Machine()
@@ -322,7 +331,7 @@ def doctor(json: JsonOption = False) -> None:
 
     # Keep vLLM's import messages out of the output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    with contextlib.redirect_stdout(sys.stderr):
+    with _shown("checking what is installed"):
         examination = examine()
     if json:
         print(examination.as_json())

@@ -297,6 +297,16 @@ def _audited_windows(audits: list[dict[str, Any]]) -> int:
     return of_transaction + sum(found["windows"] for audit in audits for found in audit["recurrent"])
 
 
+def _states_of_vllm(audits: list[dict[str, Any]]) -> list[str]:
+    """Return what was audited of the recurrent states that vLLM keeps, and why the rest was not."""
+    found = [states for audit in audits for states in audit["vllm_states"]]
+    computed = sum(states["states_computed"] for states in found)
+    reasons = dict.fromkeys(reason for audit in audits for reason in audit["vllm_states_not_audited"])
+    return [f"{computed:,} recurrent states of vLLM compared"] * bool(found) + [
+        f"vLLM's recurrent states were not audited: {reason}" for reason in reasons
+    ]
+
+
 # ---------------------------------------------------------------- the report
 
 
@@ -342,6 +352,8 @@ def _print(report: dict[str, Any], console: Console, archive: str | None) -> Non
         console.print(f"engine {escape(shlex.join(report['arguments']))}", soft_wrap=True)
         windows = _audited_windows(report["engine"]["audits"])
         console.print(f"served {served}; {windows:,} audited steps with drafts", soft_wrap=True)
+        for sentence in _states_of_vllm(report["engine"]["audits"]):
+            console.print(escape(sentence), soft_wrap=True)
     colour = "green" if report["ok"] else "red"
     console.print(f"[bold {colour}]{escape(report['outcome'])}[/] (exit code {report['exit_code']})", soft_wrap=True)
     for name in ("violation", "command"):

@@ -24,6 +24,7 @@ from collections import Counter
 from typing import Any
 
 from nwor_ops.cli.demo_engine import serve
+from nwor_ops.config import NworConfig
 
 MOST_CLIENTS = 32
 MOST_TOKENS = 64  # in an answer
@@ -180,12 +181,17 @@ def read_arguments(arguments: list[str]) -> Any:
     import vllm.logger  # noqa: F401  # it keeps the stderr of now, not the one below
     from vllm.platforms import current_platform
 
-    from nwor_ops.vllm.preview import InvalidEngine, configure
+    from nwor_ops.vllm.preview import InvalidEngine, configuration, engine_arguments
 
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            config = configure(arguments, **(SMALL_ENGINE if current_platform.is_cuda() else {}))
+            asked = engine_arguments(arguments, **(SMALL_ENGINE if current_platform.is_cuda() else {}))
+            config = configuration(asked)
+            if asked.compilation_config.cudagraph_mode is None and _hides_states_of_vanilla(config):
+                asked.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode).PIECEWISE
+                with contextlib.suppress(InvalidEngine):  # adaptive verification needs FULL graphs
+                    config = configuration(asked)
     except SystemExit:
         lines = [line for line in said.getvalue().splitlines() if line.strip()]
         raise InvalidArguments(lines[-1] if lines else "its parser does not know them") from None
@@ -196,6 +202,17 @@ def read_arguments(arguments: list[str]) -> Any:
     if config.parallel_config.data_parallel_size > 1:
         raise InvalidArguments("--data-parallel-size must be 1: the ranks of a dense model are separate engines")
     return config
+
+
+def _hides_states_of_vanilla(config: Any) -> bool:
+    """Return whether this is vanilla vLLM with recurrent states and FULL graphs, which call no Python to audit them.
+
+    The features have an effect on which graphs run, or on the states. With one of them the user's graphs stay.
+    """
+    settings = NworConfig.load(config.additional_config)
+    ours = settings.mode != "off" or settings.recurrent or settings.draft_graphs
+    full = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    return full and not ours and config.model_config.is_hybrid and config.speculative_config is not None
 
 
 def audits_in(worker: Any) -> dict[str, Any]:
@@ -213,6 +230,7 @@ def audits_in(worker: Any) -> dict[str, Any]:
             for listener in session.listeners
             if isinstance(listener, VllmStateAudit)
         ],
+        "vllm_states_not_audited": [session.states_not_audited for session in sessions if session.states_not_audited],
         "recurrent": [state.audit.summary() for state in states if state.audit is not None],
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -81,6 +82,7 @@ class DraftLoop(BoundToMemory):
     Attributes:
         counts: number of runs by pass and mode: ``counts["decode", "loop"]``, ``counts["first_pass", "eager"]``, ... A
             run counts once, however many steps it has.
+        host_seconds: time that the host spent in runs of mode "loop": to pad the rows and launch the graph.
 
     Raises:
         ValueError: ``num_drafts``, ``max_len`` or ``vocab_size`` is not positive, or ``draft_tokens`` has fewer than K
@@ -142,7 +144,7 @@ class DraftLoop(BoundToMemory):
         self.buffers, self.metadata = buffers, metadata
         self.num_drafts, self.max_len = num_drafts, max_len
         self.advance_positions, self.debug, self.vocab_size = advance_positions, debug, vocab_size
-        self.counts = Counter()
+        self.counts, self.host_seconds = Counter(), 0.0
         self._pool = pool
         self._own_pool: Any = None
         # The key includes the number of drafts; it is K if the graph does not depend on that number.
@@ -266,6 +268,7 @@ class DraftLoop(BoundToMemory):
             RuntimeError: the mode needs a graph that was not captured. With ``debug=True`` also if a tensor that a
                 graph reads has moved, or if rows that must be inert are not.
         """
+        started = time.perf_counter()
         self._check_num_reqs(num_reqs)
         drafts = self._checked_drafts(num_drafts)
         self._check_options(key, replay=replay, inert_tails=inert_tails)
@@ -278,6 +281,8 @@ class DraftLoop(BoundToMemory):
                 self.buffers.require_inert(num_reqs, key.num_reqs)
             self.counts["decode", chosen] += 1
             self._run_steps(chosen, key, num_reqs, recording, drafts)
+            if chosen == "loop":
+                self.host_seconds += time.perf_counter() - started
             self._check_tokens(num_reqs, 1, drafts)
         return self.buffers.draft_tokens[:num_reqs, :num_drafts]
 
@@ -301,6 +306,7 @@ class DraftLoop(BoundToMemory):
         Returns:
             ``draft_tokens[:num_reqs, :1]``: a view.
         """
+        started = time.perf_counter()
         self._check_num_reqs(num_reqs)
         self._check_options(key, replay=replay)
         if type(query_len) is not int:
@@ -314,6 +320,8 @@ class DraftLoop(BoundToMemory):
                 self.buffers.idx_mapping[num_reqs : key.num_reqs].fill_(-1)
             self.counts["first_pass", chosen] += 1
             self._run_first(chosen, key, num_reqs, recording)
+            if chosen == "loop":
+                self.host_seconds += time.perf_counter() - started
             self._check_tokens(num_reqs, 0, 1)
         return self.buffers.draft_tokens[:num_reqs, :1]
 

@@ -276,7 +276,7 @@ def _attach(runner: Any, module: str) -> None:
         return
     _sessions[runner] = session
     if config.audit:
-        one_state.audit(runner, session, attachment.recurrent_groups)
+        one_state.audit(runner, session, attachment.recurrent_groups, logger)
     if config.emit_metrics:
         metrics.start(runner, session, logger)
     audit = ", audited at every step" if config.audit else ""

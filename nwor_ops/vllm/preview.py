@@ -156,6 +156,11 @@ def describe_gpu(capability: tuple[int, int], memory: int) -> Machine:
     import vllm.triton_utils
 
     vllm.triton_utils.HAS_TRITON = True  # as on that machine: without it vLLM configures runner V1
+    if not modules_import:
+        from vllm.model_executor.models.registry import _LazyRegisteredModel
+
+        # vLLM caches what it knows about a model's class. Its writer imports attention kernels that a CPU build lacks.
+        _LazyRegisteredModel._save_modelinfo_to_cache = lambda *_: None  # type: ignore[method-assign]
     return Machine(is_here=False, modules_import=modules_import)
 
 
@@ -173,6 +178,11 @@ def configure(arguments: Sequence[str], **defaults: Any) -> Any:
         SystemExit: an argument is unknown or malformed; vLLM's parser has printed the reason.
         InvalidEngine: vLLM refuses the configuration, or cannot read the model's.
     """
+    return configuration(engine_arguments(arguments, **defaults))
+
+
+def engine_arguments(arguments: Sequence[str], **defaults: Any) -> Any:
+    """Return vLLM's ``AsyncEngineArgs``. Arguments, defaults and errors are those of :func:`configure`."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -185,7 +195,15 @@ def configure(arguments: Sequence[str], **defaults: Any) -> Any:
         parsed.model = parsed.model_tag
     try:
         serve.validate(parsed)
-        return AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+        return AsyncEngineArgs.from_cli_args(parsed)
+    except Exception as error:
+        raise InvalidEngine(_first_sentence(error)) from error
+
+
+def configuration(engine_arguments: Any) -> Any:
+    """Return vLLM's configuration for its ``AsyncEngineArgs``. Raises InvalidEngine."""
+    try:
+        return engine_arguments.create_engine_config()
     except Exception as error:
         raise InvalidEngine(_first_sentence(error)) from error
 

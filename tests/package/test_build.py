@@ -227,3 +227,39 @@ def test_without_a_gpu_the_cpu_library_is_built(tmp_path: pathlib.Path, script: 
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("['cpu']\n")
     assert "building the CPU library only: nvcc was not found" in done.stdout
+
+
+# ---------------------------------------------------------------- make dist
+
+
+def make_dist(folder: pathlib.Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``make dist`` in a tree with this environment of Python, where the only nvcc is too old."""
+    tree = Tree(folder)
+    for name in ("Makefile", "tools/step.py"):
+        tree.write(name, (ROOT / name).read_text())
+    (folder / ".venv").symlink_to(sys.prefix)
+    tree.write("cuda/bin/nvcc", "#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
+    (folder / "cuda/bin/nvcc").chmod(0o755)
+    hidden = ("NWOR_BUILD_CUDA", "MAKEFLAGS", "MAKELEVEL")
+    variables = {name: value for name, value in os.environ.items() if name not in hidden}
+    command = ["make", "--old-file=.venv/.ready", f"PYTHON={sys.executable}", *words, "dist"]
+    return subprocess.run(command, cwd=folder, env=variables | {"CUDA_HOME": str(folder / "cuda")} | environment,
+                          capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+
+
+def test_make_dist_without_nvcc_leaves_no_wheel(tmp_path: pathlib.Path) -> None:
+    """It would have the name of the release, and an engine on a GPU would start without our kernels."""
+    old = tmp_path / "dist" / "nwor_ops-0-py3-none-any.whl"
+    old.parent.mkdir()
+    old.touch()
+    done = make_dist(tmp_path)
+    assert done.returncode != 0
+    assert "nvcc is of CUDA 11.8, 12.8 or newer is needed; install it or set CUDA_HOME" in done.stdout
+    assert "NWOR_BUILD_CUDA=0 make dist" in done.stdout
+    assert not old.parent.exists()
+
+
+@pytest.mark.parametrize("wanted", ["0", "1"])
+def test_make_dist_says_that_a_wheel_on_request_has_no_cuda_library(wanted: str, tmp_path: pathlib.Path) -> None:
+    planned = make_dist(tmp_path, "--dry-run", NWOR_BUILD_CUDA=wanted).stdout
+    assert ("this wheel has no CUDA library" in planned) == (wanted == "0")

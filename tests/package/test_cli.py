@@ -28,6 +28,8 @@ from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_a
 from nwor_ops.testing.oracle import drafter as oracle_drafter
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "from nwor_ops_command import main; main()"
 MAIN = "from nwor_ops.cli import main; main()"
 MODULE = "import runpy; runpy.run_module('nwor_ops', run_name='__main__', alter_sys=True)"
 
@@ -70,9 +72,11 @@ def test_doctor_finds_a_setting_that_a_server_refuses(variable, value):
 
 
 def test_doctor_json_is_only_json_and_every_self_test_passes():
-    """As ``python -m nwor_ops``; the other tests run ``nwor-ops``."""
+    """As ``python -m nwor_ops``; the other tests run ``nwor-ops``. Progress goes to stderr."""
     finished = run_cli("doctor", "--json", code=MODULE)
     assert finished.returncode == 0, finished.stderr
+    assert "1/1 checking what is installed ...\n" in finished.stderr
+    assert re.search(r"^done in +\d+ s: 1/1 checking what is installed$", finished.stderr, re.MULTILINE)
     examination = json.loads(finished.stdout)
     assert (examination["usable"], examination["exit_code"]) == (True, 0)
     self_tests = [finding for finding in examination["findings"] if finding["section"] == doctor.SELF_TEST]
@@ -239,6 +243,34 @@ def test_another_vllm_and_a_plugin_that_is_left_out_are_not_ok():
     assert set(problems) >= {"vLLM version, transaction", "loading"}
     assert "vLLM 0.31.0 is not supported; supported are 0.32, 0.33" in problems["vLLM version, transaction"]
     assert problems["loading"].startswith("VLLM_PLUGINS=another leaves nwor_ops out")
+
+
+# ---------------------------------------------------------------- Ctrl-C
+
+
+@pytest.mark.parametrize("imported", ["torch._C", "torch.nn.functional", "typer.core"])
+def test_ctrl_c_during_an_import_ends_without_a_traceback(imported):
+    """Python prints the name of each module after its import; the command is still importing others then."""
+    command = [sys.executable, "-X", "importtime", "-c", COMMAND, "doctor"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts) as process:
+        for line in process.stderr:
+            if line.rpartition("|")[2].strip() == imported:
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stderr.read()
+    assert process.returncode == 130
+    assert "Traceback" not in rest
+    assert "KeyboardInterrupt" not in rest
+
+
+def take_interrupts():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests may run in the background, where it is ignored
+
+
+def test_the_command_is_that_of_the_package():
+    [command] = re.findall(r'^nwor-ops = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    module, function = command.split(":")
+    assert f"from {module} import {function}; {function}()" == COMMAND
 
 
 # ---------------------------------------------------------------- mistakes on the command line

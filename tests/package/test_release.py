@@ -103,7 +103,7 @@ def test_what_a_workflow_runs_exists(path: pathlib.Path) -> None:
     jobs = yaml.safe_load(path.read_text())["jobs"]
     assert all(set(job.get("needs", ())) <= set(jobs) or job["needs"] in jobs for job in jobs.values())
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    targets = set(re.findall(r"\bmake ([a-z-]+)$", "\n".join(commands), re.MULTILINE))
+    targets = set(re.findall(r"^make ([a-z-]+)$", "\n".join(commands), re.MULTILINE))
     targets |= {
         target for job in jobs.values() for target in job.get("strategy", {}).get("matrix", {}).get("target", ())
     }
@@ -112,6 +112,14 @@ def test_what_a_workflow_runs_exists(path: pathlib.Path) -> None:
     scripts = set(re.findall(r"\btools/\w+\.py|\.ci/\w+", "\n".join(commands)))
     assert targets or scripts
     assert [name for name in sorted(scripts) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("name", ["ci", "nightly"])
+def test_a_workflow_that_runs_the_tests_installs_promtool(name: str) -> None:
+    """Tests of the alert rules skip without it (tests/support/prometheus.py), and the workflow would still pass."""
+    text = (ROOT / ".github" / "workflows" / f"{name}.yml").read_text()
+    [packages] = re.findall(r"apt-get install ((?:--\S+ )*)(.+)$", text, re.MULTILINE)
+    assert "prometheus" in packages[1].split()
 
 
 def test_the_command_refuses_with_exit_status_1() -> None:

@@ -131,7 +131,8 @@ ANSWERS = """
 import json, sys
 def answer(**values):
     print(json.dumps(values), flush=True)
-audits = [{"modes": ["cow"], "transaction": [{"verify_steps": VERIFIED}], "recurrent": [{"windows": 0}]}]
+audits = [{"modes": ["cow"], "transaction": [{"verify_steps": VERIFIED}], "recurrent": [{"windows": 0}],
+           "vllm_states": [], "vllm_states_not_audited": []}]
 answer(versions={})
 for line in sys.stdin:
     if line.startswith("COMMAND"):
@@ -189,6 +190,30 @@ def test_the_engine_serves_until_the_time_is_over(step_seconds, fewest, most, tm
     given = options(tmp_path, arguments=("MODEL",), minutes=1 / 60)
     assert run_verify(given, as_json=True) == Outcome.FINE
     assert fewest <= len(log.read_text().splitlines()) <= most
+
+
+WHY = "FULL graphs call no Python"
+
+
+@pytest.mark.parametrize(
+    ("states", "why", "sentences"),
+    [
+        ([], [], []),
+        ([{"states_computed": 600}], [], ["1,200 recurrent states of vLLM compared"]),
+        ([], [WHY], [f"vLLM's recurrent states were not audited: {WHY}"]),
+    ],
+    ids=["none", "audited", "not audited"],
+)
+def test_what_was_audited_of_vllms_states_is_said(states, why, sentences, tmp_path, capsys, monkeypatch):
+    """There are two ranks. They have the same reason, which is said once."""
+    program = ANSWERS.replace('"vllm_states": []', f'"vllm_states": {states}').replace("FAILURE", "pass")
+    program = program.replace('"vllm_states_not_audited": []', f'"vllm_states_not_audited": {why}')
+    start_program(tmp_path, program.replace("VERIFIED", "9").replace("audits = ", "audits = 2 * "), monkeypatch)
+    assert run_verify(options(tmp_path, arguments=("MODEL",)), as_json=False) == Outcome.FINE
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "recurrent states" in line] == sentences
+    report = json.loads(contents(tmp_path / "found.tar.gz")["nwor-verify/report.json"])
+    assert report["engine"]["audits"][0]["vllm_states_not_audited"] == why
 
 
 def test_invalid_arguments_of_vllm(tmp_path, monkeypatch):

@@ -347,7 +347,8 @@ def problems(found: Mapping[str, Any]) -> list[str]:
         wrong.append(f"the load was too small: {dict(requests)}")
     if requests["short"]:
         wrong.append(f"{requests['short']} answers were shorter than asked")
-    reached = ("vllm:num_preemptions", "vllm:prefix_cache_hits", "vllm:spec_decode_num_accepted_tokens")
+    reached = ("vllm:num_preemptions", "vllm:prefix_cache_hits", "vllm:spec_decode_num_accepted_tokens",
+               "nwor_comparisons")  # fmt: skip
     wrong += [f"{name} is 0: the load does not reach it" for name in reached if not total(name)]
     left = counted.get("vllm:num_requests_running", 0.0) + counted.get("vllm:num_requests_waiting", 0.0)
     if left:

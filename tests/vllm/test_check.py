@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from engines import ENGINE, NGRAM, Engines, model_folder, prompts
+from test_hybrid import QWEN3_NEXT
 
 from nwor_ops.cli.check import Outcome, as_json, outcome_of, print_preview
 from nwor_ops.cli.verify_engine import SMALL_ENGINE
@@ -105,7 +107,9 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def test_a_gpu_that_is_not_here_is_configured_as_if_it_were() -> None:
+@pytest.mark.long
+def test_a_gpu_that_is_not_here_is_configured_as_if_it_were(tmp_path: pathlib.Path) -> None:
+    """vLLM has not cached what it knows about the model's class, as on a new machine."""
     import torch
 
     if torch.version.cuda:
@@ -113,9 +117,10 @@ def test_a_gpu_that_is_not_here_is_configured_as_if_it_were() -> None:
     drafting = {"method": "draft_model", "model": model_folder(), "num_speculative_tokens": 4}
     arguments = [model_folder(), "--skip-tokenizer-init", "--speculative-config", json.dumps(drafting)]
     several = json.dumps([arguments, [*arguments, "--enforce-eager"], [*arguments, "--cpu-offload-gb", "1"]])
-    environment = os.environ | {"VLLM_NWOR_DRAFT_GRAPHS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-c", DESCRIBED, several], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    environment = {"VLLM_NWOR_DRAFT_GRAPHS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CACHE_ROOT": str(tmp_path)}
+    command = [sys.executable, "-c", DESCRIBED, several]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
     graphed, eager, offloaded = map(json.loads, done.stdout.splitlines())
     assert (graphed["engine"]["device"], graphed["engine"]["runner"]) == ("cuda", "V2")
     assert "this vLLM is a CPU build" in graphed["costs_unknown"]
@@ -130,6 +135,34 @@ def test_a_gpu_that_is_not_here_is_configured_as_if_it_were() -> None:
     [reason] = verdicts(offloaded)["draft graphs"]["reasons"]
     assert (offloaded["exit_code"], reason["change"]) == (3, "without --cpu-offload-gb")
     assert not verdicts(graphed)["one state"]["runs"]
+
+
+CONFIGURED = """
+import json, sys
+from nwor_ops.vllm import preview
+preview.describe_gpu((9, 0), 80 << 30)
+from nwor_ops.cli.verify_engine import read_arguments
+for arguments in json.loads(sys.argv[1]):
+    print(read_arguments(arguments).compilation_config.cudagraph_mode.name)
+"""
+
+
+@pytest.mark.long
+def test_verify_lets_the_audit_of_vanillas_states_see_each_step() -> None:
+    """FULL graphs call no Python. They stay if the arguments name them, if a feature is on, and without states."""
+    hybrid = [model_folder(**QWEN3_NEXT), "--skip-tokenizer-init", *SPECULATION]
+    cases = {
+        "PIECEWISE": hybrid,
+        "NONE": [*hybrid, "--enforce-eager"],
+        "FULL": [*hybrid, "-cc.cudagraph_mode=FULL"],
+        "FULL_AND_PIECEWISE": [*hybrid, "--additional-config", '{"nwor": {"mode": "cow"}}'],
+        "FULL_AND_PIECEWISE ": [model_folder(), "--skip-tokenizer-init", *SPECULATION],
+    }
+    environment = os.environ | {"VLLM_NWOR_AUDIT": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-c", CONFIGURED, json.dumps(list(cases.values()))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    assert done.stdout.split() == [name.strip() for name in cases]
 
 
 # ---------------------------------------------------------------- the command
@@ -170,6 +203,7 @@ def test_a_mistake_is_in_the_json_too(arguments: tuple[str, ...], code: int, com
     assert (done.returncode, found["exit_code"]) == (code, code), done.stderr
     assert complaint in found["error"]
     assert complaint in done.stderr
+    assert done.stderr.startswith("1/1 checking the engine's arguments ...\n")
 
 
 def printed(*verdicts: Verdict, on_unsupported: str = "error") -> str:

@@ -386,9 +386,9 @@ def test_a_runner_may_count_while_the_publisher_reads() -> None:
 
     mode, reason = Interrupted("loop"), Interrupted("more requests than the largest graph")
     mode.counter, reason.counter = Counter({("decode", mode): 3}), Counter({reason: 2})
-    graphs = SimpleNamespace(loop=SimpleNamespace(counts=mode.counter))
+    graphs = SimpleNamespace(loop=SimpleNamespace(counts=mode.counter, host_seconds=0.25))
     speculator: Any = SimpleNamespace(graphs=graphs, _eager=reason.counter)
-    assert GraphedDraftModelSpeculator.counted(speculator) == {"draft_graph_replays": 3}
+    assert GraphedDraftModelSpeculator.counted(speculator) == {"draft_graph_replays": 3, "draft_host_seconds": 0.25}
     assert GraphedDraftModelSpeculator.eager_passes(speculator) == {"more requests than the largest graph": 2}
 
 

@@ -196,7 +196,10 @@ def test_every_expression_of_the_dashboard_and_of_the_alerts_returns_data(
     added = CounterFile("added", _config())
 
     def count(number: int) -> None:
-        counts = Counter(draft_graph_replays=number, one_state_steps=number, one_state_skipped_requests=0)
+        counts = Counter(
+            draft_graph_replays=number, draft_host_seconds=number,
+            one_state_steps=number, one_state_host_seconds=number, one_state_skipped_requests=0,
+        )  # fmt: skip
         reasons = Counter({"a reason": number})
         added.write(Totals(counts, reasons, reasons, reasons))
 

@@ -255,10 +255,26 @@ def test_a_batch_of_prompts_has_no_windows_of_an_earlier_one() -> None:
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadata, OneStateMetadataBuilder
 
     builder: Any = OneStateMetadataBuilder.__new__(OneStateMetadataBuilder)
-    builder._has_planned, builder.slots = True, torch.tensor([3])
+    builder._has_planned, builder.slots, builder.host_seconds = True, torch.tensor([3]), 0.0
     prompts_only = OneStateMetadata(1, 8, 0, 0, 0, 0, 8)
     assert builder._planned(prompts_only, torch.tensor([3])).plan is None
     assert not builder.take_planned()
+    assert 0 < builder.host_seconds < 1
+
+
+def test_the_capture_of_a_graph_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nwor_ops.vllm.recurrent import metadata
+
+    def build(builder: Any, common: Any) -> str:
+        builder.steps += 1
+        builder.host_seconds += 1.0
+        return "metadata"
+
+    monkeypatch.setattr(metadata.GDNAttentionMetadataBuilder, "build_for_cudagraph_capture", build)
+    builder: Any = metadata.OneStateMetadataBuilder.__new__(metadata.OneStateMetadataBuilder)
+    builder.steps, builder.host_seconds = 3, 0.5
+    assert builder.build_for_cudagraph_capture(None) == "metadata"
+    assert (builder.steps, builder.host_seconds) == (3, 0.5)
 
 
 # ---------------------------------------------------------------- layout of a page
@@ -571,10 +587,12 @@ def test_the_start_up_line(packed: bool) -> None:
     state = plugin.OneState(runner, builders, GEOMETRY, skipped)
     assert state.record_bytes == 106 * GEOMETRY.num_bytes
     builders[0].steps = 7
+    builders[0].host_seconds, builders[1].host_seconds = 0.25, 0.5
     skipped.copy()
     skipped.counter += 2
-    assert state.counted() == {"one_state_steps": 7, "one_state_skipped_requests": 2}
-    assert state.counted_lately() == {"one_state_steps": 7, "one_state_skipped_requests": 0}
+    counted = {"one_state_steps": 7, "one_state_host_seconds": 0.75}
+    assert state.counted() == counted | {"one_state_skipped_requests": 2}
+    assert state.counted_lately() == counted | {"one_state_skipped_requests": 0}
     skipped.copy()  # too early
     assert skipped.latest() == 0
     skipped.PERIOD = 0.0

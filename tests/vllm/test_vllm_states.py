@@ -10,12 +10,17 @@ import itertools
 import json
 import random
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from processes import interpreted
 from samples_recurrent import Heads, packed_inputs
+from vllm.config import CUDAGraphMode
 
+from nwor_ops.vllm.recurrent import audit_vllm
+from nwor_ops.vllm.recurrent import plugin as recurrent_plugin
 from nwor_ops.vllm.recurrent.audit_vllm import KERNEL, LayerCall, VllmStateAudit
 from nwor_ops.vllm.transaction.audit.undo import AuditError
 
@@ -140,6 +145,36 @@ def test_a_failed_step_and_moved_states_are_not_compared():
         compared = engine.audit.summary()["states_compared"]
         engine.step([2, 2, 2])
         assert engine.audit.summary()["states_compared"] == compared
+
+
+class Layer:
+    """Has what the audit looks for in a Gated DeltaNet layer."""
+
+    A_log = torch.zeros(2)
+
+    def rearrange_mixed_qkv(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "full", "reason"),
+    [
+        (object(), "cpu", False, "the recurrent layers of this model are no Gated DeltaNet layers of Qwen's kind"),
+        (Layer(), "cuda", True, "FULL graphs call no Python; use --enforce-eager or --compilation-config "),
+        (Layer(), "cuda", False, "this vLLM has no kernel on cuda that the audit knows"),
+    ],
+)
+def test_states_that_cannot_be_audited_are_reported_with_the_reason(layer, kind, full, reason, monkeypatch):
+    monkeypatch.delitem(sys.modules, audit_vllm._CUDA_MODULE, raising=False)
+    mode = CUDAGraphMode.FULL_AND_PIECEWISE if full else CUDAGraphMode.PIECEWISE
+    compilation = SimpleNamespace(static_forward_context={"layers.0": layer}, cudagraph_mode=mode)
+    runner = SimpleNamespace(compilation_config=compilation, device=torch.device(kind))
+    session, logged = SimpleNamespace(states_not_audited=None), []
+    logger = SimpleNamespace(warning=lambda line, *values: logged.append(line % values))
+    recurrent_plugin.audit(runner, session, list, logger)
+    assert (session.states_not_audited, logged) == (None, [])  # no recurrent layers: there is nothing to audit
+    recurrent_plugin.audit(runner, session, lambda: [Group(torch.zeros(1, 1))], logger)
+    assert session.states_not_audited.startswith(reason)
+    assert logged == [f"nwor: vLLM's recurrent states are not audited: {session.states_not_audited}"]
 
 
 @pytest.mark.parametrize("case", ["right", "norm"])

@@ -173,12 +173,13 @@ class GraphedDrafter(abc.ABC):
             eager=dict(self._eager),
         )
 
-    def counted(self) -> dict[str, int]:
+    def counted(self) -> dict[str, float]:
         """Return the counts for ``/metrics``. Called by the publisher's thread, as :meth:`eager_passes`."""
         graphs = self.graphs
         replays = [] if graphs is None else list(graphs.loop.counts.items())
         return {
             "draft_graph_replays": sum(count for (_, mode), count in replays if mode == "loop"),
+            "draft_host_seconds": 0.0 if graphs is None else graphs.loop.host_seconds,
         }
 
     def eager_passes(self) -> dict[str, int]:

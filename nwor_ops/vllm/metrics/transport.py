@@ -59,9 +59,14 @@ METRICS = {
     "disagreements": ("nwor_disagreements", "Number of comparisons in which the scheduler's counts differed."),
     # Only for engines with draft graphs.
     "draft_graph_replays": ("nwor_draft_graph_replays", "Number of draft model passes that ran as one graph launch."),
+    "draft_host_seconds": ("nwor_draft_host_seconds", "Seconds of host time of these passes, to launch their graphs."),
     "one_state_steps": (
         "nwor_one_state_steps",
         "Number of steps with decodes and one recurrent state per request.",
+    ),
+    "one_state_host_seconds": (
+        "nwor_one_state_host_seconds",
+        "Seconds of host time to plan windows and to fold states before prompts.",
     ),
     "one_state_skipped_requests": (
         "nwor_one_state_skipped_requests",

@@ -120,10 +120,10 @@ class Publisher:
         """Return the totals that are known without synchronizing."""
         return self._totals_of(owner, getattr(owner, "counted_lately", owner.counted))
 
-    def _totals_of(self, owner: Any, counted: Callable[[], dict[str, int]]) -> Totals:
+    def _totals_of(self, owner: Any, counted: Callable[[], dict[str, float]]) -> Totals:
         eager_passes: dict[str, int] = getattr(owner, "eager_passes", dict)()
         return Totals(
-            Counter(counted()), eager_passes=Counter(eager_passes), errors=errors_of(owner) + self.errors.counts
+            Counter[str](counted()), eager_passes=Counter(eager_passes), errors=errors_of(owner) + self.errors.counts
         )
 
     def publish(self) -> None:

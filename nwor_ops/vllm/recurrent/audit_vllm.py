@@ -16,7 +16,6 @@ graphs is not audited.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import sys
 import weakref
 from collections import Counter
@@ -32,7 +31,6 @@ from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.audit.undo import AuditError
 from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
 
-logger = logging.getLogger("vllm.plugins.nwor_ops")
 Result = TypeVar("Result")
 
 KERNEL = "fused_sigmoid_gating_delta_rule_update_spec_cpu"
@@ -295,11 +293,11 @@ class _Inputs:
         return torch.stack(after) if after else state.new_empty(0, *state.shape)
 
 
-def audit_states(runner: Any, groups: Sequence[RecurrentGroup]) -> VllmStateAudit | None:
-    """Watch the Gated DeltaNet layers of an engine with vLLM's states.
+def audit_states(runner: Any, groups: Sequence[RecurrentGroup]) -> VllmStateAudit | str:
+    """Watch the Gated DeltaNet layers of a hybrid model with vLLM's states.
 
     Returns:
-        The audit, or None if this vLLM has no such layer or kernel on this device, or the engine runs FULL graphs.
+        The audit, or why these states cannot be audited.
     """
     context = runner.compilation_config.static_forward_context
     names = {
@@ -308,15 +306,14 @@ def audit_states(runner: Any, groups: Sequence[RecurrentGroup]) -> VllmStateAudi
         if hasattr(layer, "A_log") and hasattr(layer, "rearrange_mixed_qkv")
     }
     if not names:
-        return None
+        return "the recurrent layers of this model are no Gated DeltaNet layers of Qwen's kind"
     if runner.device.type != "cpu" and runner.compilation_config.cudagraph_mode.has_full_cudagraphs():
-        logger.warning(
-            "nwor: vLLM's recurrent states are not audited: FULL graphs call no Python; use --enforce-eager or "
+        return (
+            "FULL graphs call no Python; use --enforce-eager or "
             '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
         )
-        return None
     if not (_watch_cpu_kernel() if runner.device.type == "cpu" else watch_cuda_kernels()):
-        return None
+        return f"this vLLM has no kernel on {runner.device.type} that the audit knows"
     audit = VllmStateAudit(names, groups, runner.cache_config.mamba_cache_mode == "none")
     _audits.update(dict.fromkeys(names, audit))
     return audit

@@ -14,6 +14,7 @@ in all layers of the group with one launch.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,6 +96,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self._metadata: OneStateMetadata | None = None  # of the last batch
         self._has_planned = False
         self.steps = 0  # steps with windows, without captures of graphs
+        self.host_seconds = 0.0  # time of the host to plan and fold, without captures of graphs
         self._group: GroupLayers | None = None
 
     def bind(self, group: GroupLayers) -> None:
@@ -174,9 +176,9 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         return self._planned(updated, slots[:, 0])
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        steps = self.steps
+        steps, host_seconds = self.steps, self.host_seconds
         made = super().build_for_cudagraph_capture(common_attn_metadata)
-        self.steps = steps
+        self.steps, self.host_seconds = steps, host_seconds
         return made
 
     def _slots(self, block_table: Tensor) -> Tensor:
@@ -243,6 +245,13 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
                 be those of another group.
             slots: the block of each request of the batch.
         """
+        started = time.perf_counter()
+        try:
+            return self._plan_batch(metadata, slots)
+        finally:
+            self.host_seconds += time.perf_counter() - started
+
+    def _plan_batch(self, metadata: OneStateMetadata, slots: Tensor) -> OneStateMetadata:
         self._batch_slots, self._metadata = slots, metadata
         self._has_planned = False  # drop an earlier batch that no audit read: a graph's capture, a warm-up
         if not metadata.is_windows_only:

@@ -126,16 +126,20 @@ class OneState:
         """Bytes of the records in all pages of the cache."""
         return self._cache_bytes * self._record_bytes // self._page_bytes
 
-    def counted(self) -> dict[str, int]:
+    def counted(self) -> dict[str, float]:
         """Return the exact counters for the metrics. This synchronizes. Every group plans every step."""
         return self._counts(self._skipped.now())
 
-    def counted_lately(self) -> dict[str, int]:
+    def counted_lately(self) -> dict[str, float]:
         """Return the counters of the last copy to the host, without synchronizing."""
         return self._counts(self._skipped.latest())
 
-    def _counts(self, skipped: int) -> dict[str, int]:
-        return {"one_state_steps": self._builders[0].steps, "one_state_skipped_requests": skipped}
+    def _counts(self, skipped: int) -> dict[str, float]:
+        return {
+            "one_state_steps": self._builders[0].steps,
+            "one_state_host_seconds": sum(builder.host_seconds for builder in self._builders),
+            "one_state_skipped_requests": skipped,
+        }
 
     def start_audit(self) -> StateAudit:
         """Start to compare every state. The caller calls ``forwarded`` of the returned audit after each forward."""
@@ -339,18 +343,24 @@ def following_forwards(execute: Callable[..., Any]) -> Callable[..., Any]:
     return execute_model
 
 
-def audit(runner: Any, session: Session, groups: Callable[[], Sequence[RecurrentGroup]]) -> None:
+def audit(runner: Any, session: Session, groups: Callable[[], Sequence[RecurrentGroup]], logger: Any) -> None:
     """Audit the states of an engine too: the one state of a request, or the states that vLLM keeps.
 
     Args:
         runner: the engine's runner.
         session: its session.
         groups: returns the groups of its recurrent layers.
+        logger: vLLM's logger.
     """
     if runner in _engines:
         session.subscribe(_engines[runner].start_audit())
-    elif (found := audit_states(runner, groups())) is not None:
-        session.subscribe(found)
+    elif recurrent := groups():
+        found = audit_states(runner, recurrent)
+        if isinstance(found, str):
+            session.states_not_audited = found
+            logger.warning("nwor: vLLM's recurrent states are not audited: %s", found)
+        else:
+            session.subscribe(found)
 
 
 def audit_alone(runner: Any) -> bool:

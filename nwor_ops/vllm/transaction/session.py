@@ -74,6 +74,7 @@ class Session:
     Attributes:
         audit: the audit that checks every step, or None. It is subscribed like any other listener; the session keeps it
             only so that its summary can be read.
+        states_not_audited: why an audit leaves out the recurrent states that vLLM keeps, or None.
         host_seconds: time that the host has spent in :meth:`begin` and :meth:`commit`.
         errors: counts the errors of this session.
         listeners: the objects that are notified of each event, in this order.
@@ -110,6 +111,7 @@ class Session:
         self.host_seconds = 0.0
         self.errors = Errors.by_setting(config, logger, "without the transaction in this step")
         self.audit: CacheAudit | None = None
+        self.states_not_audited: str | None = None
         self._set_listeners(())
         self.patches = Patches(TRANSACTION)
         self.manager: DraftCommitManager | None = None
