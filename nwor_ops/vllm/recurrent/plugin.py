@@ -192,7 +192,10 @@ class OneState:
 
     @property
     def requests_before(self) -> int:
-        """Number of requests of ``max_model_len`` tokens that fit with vLLM's states and pages."""
+        """About how many requests of ``max_model_len`` tokens fit with vLLM's states and pages.
+
+        The pages are taken as ours without the record. vLLM may pad its pages otherwise (``nwor-ops check`` asks vLLM).
+        """
         blocks = self.num_blocks * self._page_bytes // (self._page_bytes - self._record_bytes)
         return blocks // self.blocks_before
 
@@ -204,7 +207,7 @@ class OneState:
             f"{self.num_layers} layers with 1 state per request (vLLM: {self.states_before}) and {record} "
             f"{self._record_bytes / 2**10:.1f} KiB ({100 * self._record_bytes / self._page_bytes:.1f}% of a page); a "
             f"request of {self.max_model_len} tokens has {now} blocks ({before}), {self.num_blocks // now} of them fit "
-            f"({self.requests_before})"
+            f"(about {self.requests_before})"
         )
 
 

@@ -46,25 +46,27 @@ def test_the_costs_of_a_hybrid_engine_are_those_that_it_logs(tmp_path: Any, mode
     [folder] = write_models(tmp_path, "gdn_mtp").values()
     speculation = {"method": "mtp", "num_speculative_tokens": 3}
     environment = {"VLLM_NWOR_MODE": mode, "VLLM_NWOR_RECURRENT": recurrent}
-    arguments = ("--max-num-seqs", "8", "--max-model-len", "512", "--load-format", "dummy")
+    seqs = 128  # the undo log has 0.8 MiB then
+    arguments = ("--max-num-seqs", str(seqs), "--max-model-len", "512", "--load-format", "dummy")
     size = ("--kv-cache-memory-bytes", str(1 << 30), "--speculative-config", json.dumps(speculation))
     found = checked(folder, environment, *arguments, *size)
     assert found["costs_unknown"] is None
     [verdict] = [verdict for verdict in found["features"] if verdict["switched_on"]]
-    log = started(environment, model=folder, max_num_seqs=8, max_model_len=512,
+    log = started(environment, model=folder, max_num_seqs=seqs, max_model_len=512,
                   load_format="dummy", kv_cache_memory_bytes=1 << 30, speculative_config=speculation)  # fmt: skip
     costs = verdict["costs"]
     if mode == "cow":
         logged = float(re.search(r"log ([\d.]+) MiB", log)[1])
-        # The drafter's layers are reserved for and get no log.
-        assert logged <= costs["undo_log_bytes"] / 2**20 + 0.05
-        assert logged > costs["undo_log_bytes"] / 2**21
+        # The log is rounded to 0.1 MiB. The drafter's layers are reserved for and get no log.
+        rounding = 0.05
+        reserved = costs["undo_log_bytes"] / 2**20
+        assert reserved / 2 - rounding < logged <= reserved + rounding
     elif mode == "stage":
         assert re.search(rf"\b{costs['shadow_pages']} of \d+ blocks", log)
     else:
-        fit, before = map(int, re.search(r"(\d+) of them fit \((\d+)\)", log).groups())
+        fit, before = map(int, re.search(r"(\d+) of them fit \(about (\d+)\)", log).groups())
         assert abs(costs["requests_that_fit"] - fit) <= 1
-        assert abs(costs["requests_that_fit_in_vllm"] - before) <= 1
+        assert costs["requests_that_fit_in_vllm"] == pytest.approx(before, rel=0.1)
 
 
 def test_the_graphs_of_a_draft_model_are_those_that_the_engine_captures(tmp_path: Any) -> None:
