@@ -163,8 +163,9 @@ COSTS: dict[str, tuple[str, dict[str, str], list[str]]] = {  # rows of the table
     "the same, few turns": ("h200", dict.fromkeys(MODES, "gpu_parallel"), ["e2e_MODE_tp1"]),
     "two H200s, tensor parallel": ("h200", dict.fromkeys(MODES, "gpu_parallel"), ["e2e_MODE_tp2"]),
     "two H200s, data parallel": ("h200", dict.fromkeys(MODES, "gpu_parallel"), ["e2e_MODE_dp2"]),
-    "H100, EAGLE-3": ("h100", dict.fromkeys(MODES, "gpu_methods"), ["e2e_MODE_eagle3"]),
-    "another H100": ("h100", dict.fromkeys(MODES, "gpu_methods"), ["e2e_MODE_offloading"]),
+    "H100, a hybrid model": ("h100", dict.fromkeys(MODES, "gpu_methods"), ["e2e_MODE_mtp"]),
+    "another H100": ("h100", dict.fromkeys(MODES, "gpu_methods"), ["e2e_MODE_eagle3"]),
+    "the same with blocks": ("h100", dict.fromkeys(MODES, "gpu_methods"), ["e2e_MODE_offloading"]),
     "two H200s with EAGLE-3": (
         "h200", dict.fromkeys(MODES, "gpu_methods"), ["e2e_MODE_eagle3", "e2e_MODE_offloading"]),
 }  # fmt: skip
