@@ -42,7 +42,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("vllm",),
     ),
     (
-        r"nwor_ops/(?:(?:cli|testing)/\w+|__main__)\.py|nwor_ops_command\.py|tools/(?:command_options|made_tables)\.py|docs/reference/commands\.md",
+        r"nwor_ops/(?:(?:cli|testing)/\w+|__main__)\.py|tools/(?:command_options|made_tables)\.py|docs/reference/commands\.md",
         ("package/test_cli.py",),
     ),
     (

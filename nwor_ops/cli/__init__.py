@@ -9,15 +9,13 @@ from nwor_ops.cli.extras import require
 
 def main() -> None:
     require("typer", "rich")
-    try:
-        from nwor_ops.cli.app import app
+    from nwor_ops.cli.app import app
 
+    try:
         try:
             app(prog_name="nwor-ops")
         finally:
             sys.stdout.flush()
-    except KeyboardInterrupt:  # typer handles those of a command
-        sys.exit(130)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

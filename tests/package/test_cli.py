@@ -28,8 +28,6 @@ from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_a
 from nwor_ops.testing.oracle import drafter as oracle_drafter
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
-COMMAND = "from nwor_ops_command import main; main()"
 MAIN = "from nwor_ops.cli import main; main()"
 MODULE = "import runpy; runpy.run_module('nwor_ops', run_name='__main__', alter_sys=True)"
 
@@ -243,34 +241,6 @@ def test_another_vllm_and_a_plugin_that_is_left_out_are_not_ok():
     assert set(problems) >= {"vLLM version, transaction", "loading"}
     assert "vLLM 0.31.0 is not supported; supported are 0.32, 0.33" in problems["vLLM version, transaction"]
     assert problems["loading"].startswith("VLLM_PLUGINS=another leaves nwor_ops out")
-
-
-# ---------------------------------------------------------------- Ctrl-C
-
-
-@pytest.mark.parametrize("imported", ["torch._C", "torch.nn.functional", "typer.core"])
-def test_ctrl_c_during_an_import_ends_without_a_traceback(imported):
-    """Python prints the name of each module after its import; the command is still importing others then."""
-    command = [sys.executable, "-X", "importtime", "-c", COMMAND, "doctor"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts) as process:
-        for line in process.stderr:
-            if line.rpartition("|")[2].strip() == imported:
-                process.send_signal(signal.SIGINT)
-                break
-        rest = process.stderr.read()
-    assert process.returncode == 130
-    assert "Traceback" not in rest
-    assert "KeyboardInterrupt" not in rest
-
-
-def take_interrupts():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests may run in the background, where it is ignored
-
-
-def test_the_command_is_that_of_the_package():
-    [command] = re.findall(r'^nwor-ops = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    module, function = command.split(":")
-    assert f"from {module} import {function}; {function}()" == COMMAND
 
 
 # ---------------------------------------------------------------- mistakes on the command line
