@@ -1,7 +1,6 @@
 """Errors of this package in engines on the GPU: draft graphs, the transaction in both modes, recurrent states.
 
-``tests/vllm/test_errors.py`` has the same for what a CPU engine runs. Only these cases have run on a GPU:
-``ERROR_CASES`` and ``REFUSED_COUNTS``.
+``tests/vllm/test_errors.py`` has the same for what a CPU engine runs.
 """
 
 from __future__ import annotations
