@@ -3,10 +3,12 @@
     PYTHONPATH=path/to/vllm/tree python benchmarks/recurrent_kernel.py [--folder FOLDER]
     python benchmarks/recurrent_kernel.py [--folder FOLDER] --ring-rows 4 6 8 12
     python benchmarks/recurrent_kernel.py [--folder FOLDER] --chunk 16
+    python benchmarks/recurrent_kernel.py [--folder FOLDER] --decode --ring-rows 6 --chunk 16
 
 The first form needs vLLM: its Triton kernel, and its compiled core (of the installed vLLM, or of VLLM_CORE). It takes
 under two minutes. The other forms compare only our kernels: the second with rings of these numbers of rows, and without
-a ring. The third form adds the chunk form (`chunk16`), in its shortest ring.
+a ring. The third form adds the chunk form (`chunk16`), in its shortest ring. The fourth form has only windows of one
+token, and compares our kernels with vLLM's decode kernel. It needs an installed vLLM.
 
 The layers have Qwen3-Next's shape: 16 key heads and 32 value heads of 128 x 128. There are 36 layers, or fewer if
 vLLM's K + 1 states of each do not fit, and each has its own states and inputs. All requests have a window of K + 1
@@ -15,8 +17,9 @@ layers, one launch after the other; ours includes the plan of the window. The gr
 replay 512 MB are read, so that no state is left in L2 and the GPU is busy while the host launches the graph.
 
 `triton` is `fused_sigmoid_gating_delta_rule_update`. `cuda` is `fused_gdn_decode_post_conv_mtp`, which ends with the
-gated norm, as ours does with `norm`. `copy` copies the bytes of a layer's states. A ratio is our time divided by
-theirs.
+gated norm, as ours does with `norm`. `decode` is `fused_recurrent_gated_delta_rule_packed_decode`, which keeps one
+state and has no drafts. `copy` copies the bytes of a layer's states. A ratio is the time of the first variant divided
+by that of the second.
 
 A ring is filled differently for each request, so each step stores the states of as many requests as the next one. Rings
 shorter than a window are left out. The same holds for chunks: each request is at another row of its chunk.
@@ -134,6 +137,21 @@ class Case:
 
         return {"triton": captured(triton), "cuda": captured(cuda)}
 
+    def their_decode(self) -> dict[str, Callable[[], None]]:
+        from vllm.third_party.flash_linear_attention.ops import fused_recurrent_gated_delta_rule_packed_decode
+
+        states = torch.zeros(self.layers, 1 + self.requests, VALUE_HEADS, WIDTH, WIDTH, dtype=self.dtype, device=DEVICE)
+
+        def decode() -> None:
+            for i in range(self.layers):
+                fused_recurrent_gated_delta_rule_packed_decode(
+                    mixed_qkv=self.packed[i], a=self.a[i], b=self.b[i], A_log=self.A_log[i], dt_bias=self.dt_bias[i],
+                    scale=SCALE, initial_state=states[i], out=self.out[i].unsqueeze(1), ssm_state_indices=self.slots,
+                    use_qk_l2norm_in_kernel=True,
+                )  # fmt: skip
+
+        return {"decode": captured(decode)}
+
     def copy(self) -> dict[str, Callable[[], None]]:
         shape = (self.layers, self.requests, VALUE_HEADS, WIDTH, WIDTH)
         source, target = torch.zeros(2, *shape, dtype=self.dtype, device=DEVICE)
@@ -158,9 +176,13 @@ def case_rows(name: str, requests: int, drafts: int, update: Callable[..., objec
     ]
 
 
-def ring_case_rows(name: str, requests: int, drafts: int, rings: list[int], chunk: int, read: Tensor) -> list[Row]:
+def ring_case_rows(
+    name: str, requests: int, drafts: int, rings: list[int], chunk: int, read: Tensor, decode: bool = False
+) -> list[Row]:
     case = Case(requests, drafts, STATES[name])
     variants = case.ours(norms=(False,))
+    if decode:
+        variants |= case.their_decode()
     for ring in rings:
         if ring > drafts:
             variants |= case.ours(ring, norms=(False,))
@@ -168,10 +190,11 @@ def ring_case_rows(name: str, requests: int, drafts: int, rings: list[int], chun
         variants |= case.ours(chunk + drafts, norms=(False,), chunk=chunk)
     calls = alternating_on_gpu(variants, ROUNDS, lambda: read.sum())
     samples = {variant: [time / case.layers for time in times] for variant, times in calls.items()}
-    prefix = f"recurrent_{'chunk' if chunk else 'ring'}/{name}/{requests}x{drafts}"
+    kind, base = ("decode", "decode") if decode else ("chunk" if chunk else "ring", "ours")
+    prefix = f"recurrent_{kind}/{name}/{requests}x{drafts}"
     return [
-        *(row(f"{prefix}/{variant}_over_ours", ratios(samples, variant, "ours"), "ratio", "lower")
-          for variant in samples if variant != "ours"),
+        *(row(f"{prefix}/{variant}_over_{base}", ratios(samples, variant, base), "ratio", "lower")
+          for variant in samples if variant != base),
         *(row(f"{prefix}/{variant}_us", times, "us", "lower", digits=2) for variant, times in samples.items()),
     ]  # fmt: skip
 
@@ -181,17 +204,20 @@ def main() -> None:
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="folder of the results")
     parser.add_argument("--ring-rows", type=int, nargs="+", default=[], help="compare rings with no ring")
     parser.add_argument("--chunk", type=int, default=0, choices=[0, 16], help="compare the chunk form too")
+    parser.add_argument("--decode", action="store_true", help="no drafts: compare with vLLM's decode kernel")
     options = parser.parse_args()
     torch.manual_seed(0)
     read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device=DEVICE)
     rows: list[Row] = []
-    if options.ring_rows or options.chunk:
+    if options.ring_rows or options.chunk or options.decode:
         for name in STATES:
             for requests in RING_REQUESTS:
-                for drafts in RING_DRAFTS:
-                    rows += ring_case_rows(name, requests, drafts, options.ring_rows, options.chunk, read)
+                for drafts in (0,) if options.decode else RING_DRAFTS:
+                    rows += ring_case_rows(
+                        name, requests, drafts, options.ring_rows, options.chunk, read, options.decode
+                    )
                     torch.cuda.empty_cache()
-        kind = "recurrent_chunk" if options.chunk else "recurrent_ring"
+        kind = "recurrent_decode" if options.decode else "recurrent_chunk" if options.chunk else "recurrent_ring"
         return save(this_machine(), kind, rows, options.folder)
     load_core()
     update = recurrent_update()
