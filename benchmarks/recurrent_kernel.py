@@ -177,12 +177,14 @@ def case_rows(name: str, requests: int, drafts: int, update: Callable[..., objec
 
 
 def ring_case_rows(
-    name: str, requests: int, drafts: int, rings: list[int], chunk: int, read: Tensor, decode: bool = False
+    kind: str, name: str, requests: int, drafts: int, rings: list[int], chunk: int, read: Tensor
 ) -> list[Row]:
     case = Case(requests, drafts, STATES[name])
     variants = case.ours(norms=(False,))
-    if decode:
+    base = "ours"
+    if kind == "recurrent_decode":
         variants |= case.their_decode()
+        base = "decode"
     for ring in rings:
         if ring > drafts:
             variants |= case.ours(ring, norms=(False,))
@@ -190,8 +192,7 @@ def ring_case_rows(
         variants |= case.ours(chunk + drafts, norms=(False,), chunk=chunk)
     calls = alternating_on_gpu(variants, ROUNDS, lambda: read.sum())
     samples = {variant: [time / case.layers for time in times] for variant, times in calls.items()}
-    kind, base = ("decode", "decode") if decode else ("chunk" if chunk else "ring", "ours")
-    prefix = f"recurrent_{kind}/{name}/{requests}x{drafts}"
+    prefix = f"{kind}/{name}/{requests}x{drafts}"
     return [
         *(row(f"{prefix}/{variant}_over_{base}", ratios(samples, variant, base), "ratio", "lower")
           for variant in samples if variant != base),
@@ -210,14 +211,12 @@ def main() -> None:
     read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device=DEVICE)
     rows: list[Row] = []
     if options.ring_rows or options.chunk or options.decode:
+        kind = "recurrent_decode" if options.decode else "recurrent_chunk" if options.chunk else "recurrent_ring"
         for name in STATES:
             for requests in RING_REQUESTS:
                 for drafts in (0,) if options.decode else RING_DRAFTS:
-                    rows += ring_case_rows(
-                        name, requests, drafts, options.ring_rows, options.chunk, read, options.decode
-                    )
+                    rows += ring_case_rows(kind, name, requests, drafts, options.ring_rows, options.chunk, read)
                     torch.cuda.empty_cache()
-        kind = "recurrent_decode" if options.decode else "recurrent_chunk" if options.chunk else "recurrent_ring"
         return save(this_machine(), kind, rows, options.folder)
     load_core()
     update = recurrent_update()

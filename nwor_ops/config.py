@@ -80,6 +80,11 @@ class NworConfig:
         return self.mode != "off" or self.audit
 
     @property
+    def wants_feature(self) -> bool:
+        """Whether at least one feature is switched on."""
+        return self.mode != "off" or self.draft_graphs or bool(self.recurrent)
+
+    @property
     def form(self) -> str:
         """The form of the windows of recurrent layers: ``"exact"`` or ``"chunk"``; ``"off"``: vLLM's own windows."""
         return self.recurrent if isinstance(self.recurrent, str) else "exact" if self.recurrent else "off"

@@ -207,10 +207,9 @@ def read_arguments(arguments: list[str]) -> Any:
 def _hides_states_of_vanilla(config: Any) -> bool:
     """Return whether this is vanilla vLLM with recurrent states and FULL graphs, which call no Python to audit them.
 
-    The features have an effect on which graphs run, or on the states. With one of them the user's graphs stay.
+    With one of our features, the graphs or the states are ours, and the user's setting of the graphs stays.
     """
-    settings = NworConfig.load(config.additional_config)
-    ours = settings.mode != "off" or settings.recurrent or settings.draft_graphs
+    ours = NworConfig.load(config.additional_config).wants_feature
     full = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
     return full and not ours and config.model_config.is_hybrid and config.speculative_config is not None
 

@@ -15,9 +15,12 @@ from typing import Any
 from planted_errors import Fault, Planted
 
 FOLDER_VARIABLE = "PLANTED_FOLDER"
-ERRORS = "errors"  # while it exists, begins, writes, commits and metrics fail
-INTERRUPTED = "interrupted"  # while it exists, forwards of vLLM fail, and the cancels of their windows
-FOUND = "found.json"  # the number of planted errors by reason, and of those that are still alive
+# While this file exists, begin, write, commit and the publisher fail.
+ERRORS = "errors"
+# While this file exists, vLLM's forward fails, and then cancel fails.
+INTERRUPTED = "interrupted"
+# The number of planted errors by reason, and the number of those that are still alive.
+FOUND = "found.json"
 
 
 def install(folder: pathlib.Path) -> None:

@@ -107,6 +107,15 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+def lines_of(code: str, several: list[list[str]], **environment: str) -> list[str]:
+    """Run the code in a subprocess with the arguments of several engines. Return the lines that it prints."""
+    command = [sys.executable, "-c", code, json.dumps(several)]
+    variables = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"} | environment
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout.splitlines()
+
+
 @pytest.mark.long
 def test_a_gpu_that_is_not_here_is_configured_as_if_it_were(tmp_path: pathlib.Path) -> None:
     """vLLM has not cached what it knows about the model's class, as on a new machine."""
@@ -116,12 +125,9 @@ def test_a_gpu_that_is_not_here_is_configured_as_if_it_were(tmp_path: pathlib.Pa
         pytest.skip("the hooks are compared with a CUDA build of vLLM")
     drafting = {"method": "draft_model", "model": model_folder(), "num_speculative_tokens": 4}
     arguments = [model_folder(), "--skip-tokenizer-init", "--speculative-config", json.dumps(drafting)]
-    several = json.dumps([arguments, [*arguments, "--enforce-eager"], [*arguments, "--cpu-offload-gb", "1"]])
-    environment = {"VLLM_NWOR_DRAFT_GRAPHS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CACHE_ROOT": str(tmp_path)}
-    command = [sys.executable, "-c", DESCRIBED, several]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
-    graphed, eager, offloaded = map(json.loads, done.stdout.splitlines())
+    several = [arguments, [*arguments, "--enforce-eager"], [*arguments, "--cpu-offload-gb", "1"]]
+    lines = lines_of(DESCRIBED, several, VLLM_NWOR_DRAFT_GRAPHS="1", VLLM_CACHE_ROOT=str(tmp_path))
+    graphed, eager, offloaded = map(json.loads, lines)
     assert (graphed["engine"]["device"], graphed["engine"]["runner"]) == ("cuda", "V2")
     assert "this vLLM is a CPU build" in graphed["costs_unknown"]
     verdict = verdicts(graphed)["draft graphs"]
@@ -151,18 +157,15 @@ for arguments in json.loads(sys.argv[1]):
 def test_verify_lets_the_audit_of_vanillas_states_see_each_step() -> None:
     """FULL graphs call no Python. They stay if the arguments name them, if a feature is on, and without states."""
     hybrid = [model_folder(**QWEN3_NEXT), "--skip-tokenizer-init", *SPECULATION]
-    cases = {
-        "PIECEWISE": hybrid,
-        "NONE": [*hybrid, "--enforce-eager"],
-        "FULL": [*hybrid, "-cc.cudagraph_mode=FULL"],
-        "FULL_AND_PIECEWISE": [*hybrid, "--additional-config", '{"nwor": {"mode": "cow"}}'],
-        "FULL_AND_PIECEWISE ": [model_folder(), "--skip-tokenizer-init", *SPECULATION],
-    }
-    environment = os.environ | {"VLLM_NWOR_AUDIT": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, "-c", CONFIGURED, json.dumps(list(cases.values()))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
-    assert done.stdout.split() == [name.strip() for name in cases]
+    cases = [
+        (hybrid, "PIECEWISE"),
+        ([*hybrid, "--enforce-eager"], "NONE"),
+        ([*hybrid, "-cc.cudagraph_mode=FULL"], "FULL"),
+        ([*hybrid, "--additional-config", '{"nwor": {"mode": "cow"}}'], "FULL_AND_PIECEWISE"),
+        ([model_folder(), "--skip-tokenizer-init", *SPECULATION], "FULL_AND_PIECEWISE"),
+    ]
+    found = lines_of(CONFIGURED, [arguments for arguments, _ in cases], VLLM_NWOR_AUDIT="1")
+    assert found == [mode for _, mode in cases]
 
 
 # ---------------------------------------------------------------- the command

@@ -28,7 +28,7 @@ def patch_loggers_module(module: ModuleType) -> None:
         def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             original(self, vllm_config, *args, **kwargs)
             config = NworConfig.load(vllm_config.additional_config)
-            if config.emit_metrics and (config.mode != "off" or config.draft_graphs or config.recurrent):
+            if config.emit_metrics and config.wants_feature:
                 with Errors(module.logger, "without our metrics").survived("export of counters failed"):
                     export(module.logger)
 

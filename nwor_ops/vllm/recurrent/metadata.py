@@ -246,10 +246,9 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             slots: the block of each request of the batch.
         """
         started = time.perf_counter()
-        try:
-            return self._plan_batch(metadata, slots)
-        finally:
-            self.host_seconds += time.perf_counter() - started
+        planned = self._plan_batch(metadata, slots)
+        self.host_seconds += time.perf_counter() - started
+        return planned
 
     def _plan_batch(self, metadata: OneStateMetadata, slots: Tensor) -> OneStateMetadata:
         self._batch_slots, self._metadata = slots, metadata

@@ -194,7 +194,8 @@ class OneState:
     def requests_before(self) -> int:
         """About how many requests of ``max_model_len`` tokens fit with vLLM's states and pages.
 
-        The pages are taken as ours without the record. vLLM may pad its pages otherwise (``nwor-ops check`` asks vLLM).
+        This assumes pages like ours without the record. vLLM may pad its pages differently. ``nwor-ops check`` asks
+        vLLM for the number.
         """
         blocks = self.num_blocks * self._page_bytes // (self._page_bytes - self._record_bytes)
         return blocks // self.blocks_before
