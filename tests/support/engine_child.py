@@ -9,7 +9,7 @@ A job is a dict with ``engine`` (arguments of ``vllm.LLM``), ``environment``, an
   connector.
 - ``continued``: each round's answers become part of the next round's prompts.
 - ``record_drafts``: record the proposals of the drafter, step by step.
-- ``faults``: errors to plant after the start, see :func:`_plant`.
+- ``faults``: errors to plant, see ``engine_faults``.
 - ``adapter``: the folder of a LoRA adapter, which every other request uses.
 - ``exports``: record what a KV connector saw, see ``export_connector``.
 - ``cost_curves``: milliseconds of drafting by requests and of verifying by tokens, for adaptive verification. They
@@ -40,9 +40,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import engine_faults
 from copied_rows import CopiedRows
 from engine_ranks import counters, second_node, serve_ranks
-from planted_errors import Fault, Planted
 from prefill_engine import PrefillEngine, transfer_of
 
 from nwor_ops.testing.ports import free_port
@@ -89,6 +89,8 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
     if "{fresh}" in engine:
         engine = engine.replace("{fresh}", tempfile.mkdtemp(prefix="nwor-engine-"))
     job |= {"engine": json.loads(engine)}
+    if job["faults"] in engine_faults.BEFORE_START:
+        engine_faults.plant(None, job["faults"])
     with contextlib.ExitStack() as stack:
         prefill = stack.enter_context(PrefillEngine(job)) if job["prefill"] is not None else None
         _run_alone(job, result, LLM(**job["engine"]), started, replays, prefill)
@@ -104,7 +106,8 @@ def _run_alone(
         _runner(llm).adaptive_verification.set_cost_curves(*job["cost_curves"])
     steps_by_drafts = _count_steps_by_drafts()
     proposed = _record_drafts(llm) if job["record_drafts"] else None
-    planted = _plant(llm, job["faults"]) if job["faults"] else None
+    if job["faults"] and job["faults"] not in engine_faults.BEFORE_START:
+        llm.collective_rpc(engine_faults.plant, args=(job["faults"],))
     exports = _watch_exports(llm) if job["exports"] and _sessions() else None
     copied_rows = [CopiedRows(session.manager) for session in _sessions() if session.mode == "stage" and session.audit]
     started = time.monotonic()
@@ -126,11 +129,6 @@ def _run_alone(
     result["replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}
     result["steps_by_drafts"] = steps_by_drafts
     result["proposed"] = proposed
-    if planted is not None:
-        import nwor_ops
-
-        errors = nwor_ops.stats().errors
-        result["planted"] = {"counts": dict(planted.counts), "alive": planted.alive(), "errors": errors}
     result["copied_rows"] = [counted.as_dict() for counted in copied_rows]
     if prefill is not None:
         result["prefill"] = prefill.describe()
@@ -196,108 +194,6 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _plant(llm: Any, faults: str) -> Planted:
-    """Plant errors of this package in an engine that runs in one process.
-
-    Args:
-        llm: the engine.
-        faults: ``"continue"``: in graphs of the drafter, and in begin and commit of the transaction; the engine can go
-            on. ``"loads"``: in begin, commit and the copy of loaded rows. ``"cancel"``: in vLLM's sampling in a step
-            with drafts, and then in cancel. ``"plan"``, ``"verify"``, ``"fold"``: in this part of a step with recurrent
-            states. ``"counts"``: after some steps, the cursor of one request's recurrent state is invalid.
-            ``"states"``: after some steps, a number of each state of one layer in vLLM is wrong.
-    """
-    from nwor_ops import DraftCommitManager
-    from nwor_ops.drafter import DraftLoop
-
-    if faults in ("loads", "cancel"):
-        return Planted(_of_transaction(llm) if faults == "loads" else _of_cancel(llm))
-
-    from nwor_ops.vllm.recurrent.engine import GroupLayers
-    from nwor_ops.vllm.recurrent.layer import OneStateLayer
-    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
-
-    of_states = {
-        "plan": Fault(OneStateMetadataBuilder, "_planned", 12, ""),
-        "verify": Fault(OneStateLayer, "run_window", 30, ""),
-        "fold": Fault(GroupLayers, "fold_planned", 3, ""),
-    }
-    if faults in of_states:
-        return Planted([of_states[faults]])
-
-    if faults == "states":
-        _plant_wrong_states()
-        return Planted([])
-    if faults == "counts":
-        planned, steps = OneStateMetadataBuilder._planned, itertools.count()
-
-        def _planned(self: Any, metadata: Any, slots: Any) -> Any:
-            if metadata.num_spec_decodes and next(steps) == 12:
-                self.group.cursors.table[slots[0].long(), 0] = 99  # of more rows than a record has
-            return planned(self, metadata, slots)
-
-        setattr(OneStateMetadataBuilder, "_planned", _planned)  # noqa: B010
-        return Planted([])
-    return Planted(
-        [
-            Fault(DraftLoop, "run_first_pass", 5, "draft graphs failed", after=True),
-            Fault(DraftLoop, "run", 7, "draft graphs failed", after=True),
-            Fault(DraftCommitManager, "begin", 9, "begin failed"),
-            Fault(DraftCommitManager, "commit_rejected", 8, "commit failed"),
-        ]
-    )
-
-
-def _of_transaction(llm: Any) -> list[Fault]:
-    from nwor_ops import DraftCommitManager
-
-    commit = "commit_rejected" if _is_v2(llm) else "commit"
-    return [
-        Fault(DraftCommitManager, "begin", 9, "begin failed"),
-        Fault(DraftCommitManager, commit, 8, "commit failed"),
-        Fault(DraftCommitManager, "refresh_shadow_pages", 2, "load failed"),
-    ]
-
-
-def _of_cancel(llm: Any) -> list[Fault]:
-    """In the runner's own method, which our patch calls before it commits."""
-    from nwor_ops import DraftCommitManager
-
-    [session] = _sessions()
-    return [
-        Fault(_runner(llm), "sample" if _is_v2(llm) else "_sample", 5, "", only=lambda *_, **__: session.in_window),
-        Fault(DraftCommitManager, "cancel", 1, "cancel failed"),
-    ]
-
-
-def _plant_wrong_states() -> None:
-    """Change states of the second Gated DeltaNet layer once, after the kernel and the audit's look at them."""
-    from vllm.logger import init_logger
-
-    audits = _state_audits()
-    names = dict(list(audits[0]._names.items())[1:2])
-    watched, calls = type(audits[0]).watched, itertools.count()
-
-    def spoiling(self: Any, call: Any, compute: Any) -> Any:
-        out = watched(self, call, compute)
-        if (name := names.get(call.A_log.data_ptr())) and next(calls) == 12:
-            for window in call.windows():
-                for block in window.blocks:
-                    call.states[block, 0, 0, 0] += 1.0
-            steps = self.summary()["steps"]
-            init_logger("vllm.planted").warning("nwor: planted wrong states in step %d of layer %s", steps, name)
-        return out
-
-    setattr(type(audits[0]), "watched", spoiling)  # noqa: B010
-
-
-def _state_audits() -> list[Any]:
-    """Return the audits of K + 1 recurrent states."""
-    module = sys.modules.get("nwor_ops.vllm.recurrent.audit_vllm")
-    listeners = [listener for session in _sessions() for listener in session.listeners]
-    return [listener for listener in listeners if module and isinstance(listener, module.VllmStateAudit)]
-
-
 def _sessions() -> list[Any]:
     plugin = sys.modules.get("nwor_ops.vllm")  # missing in a vanilla engine
     return plugin.sessions() if plugin else []
@@ -347,10 +243,6 @@ def _watch_exports(llm: Any) -> Any:
 def _runner(llm: Any) -> Any:
     """Return the model runner of an engine that runs in one process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
-
-
-def _is_v2(llm: Any) -> bool:
-    return hasattr(_runner(llm), "prepare_attn")
 
 
 def _count_steps_by_drafts() -> dict[int, int]:
@@ -509,7 +401,8 @@ def describe_worker(worker: Any) -> dict[str, Any]:
             {"describe": state.describe(), "audit": state.audit.summary() if state.audit else None}
             for state in _one_states()
         ],
-        "vllm_states": [audit.summary() for audit in _state_audits()],
+        "planted": engine_faults.describe(),
+        "vllm_states": [audit.summary() for audit in engine_faults.state_audits(_sessions())],
         "wrapped": any("do_kv_cache_update" in vars(layer.impl) for layer in layers if hasattr(layer, "impl")),
         "sessions": [
             {

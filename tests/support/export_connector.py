@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from engine_faults import is_v2
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.forward_context import get_forward_context
@@ -67,7 +68,7 @@ class Exports:
         self._kept: dict[str, list[tuple[str, str, Tensor]]] = {}
         view = next(iter(self._layers.values())).cache.planes[0].view
         self._device, self._block_size = view.device, view.shape[1]
-        v2 = hasattr(runner, "prepare_attn")
+        v2 = is_v2(runner)
         self._wrap(runner, "prepare_attn" if v2 else "_prepare_inputs", self._prepared_v2 if v2 else self._prepared_v1)
         self._wrap(runner, "sample" if v2 else "_sample", self._sampled_v2 if v2 else self._sampled_v1)
         self._runner = runner

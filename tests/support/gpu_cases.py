@@ -705,6 +705,7 @@ CANCEL_ERROR_CASES = [
     replace(_case("errors-cancel-stage", nwor=STAGE, use={"faults": "cancel"}, same_tokens=False), more_blocks=SPARE),
     _case("errors-cancel-v1", V1, nwor=COW, use={"faults": "cancel"}, same_tokens=False),
 ]
+CAPTURE_ERROR_CASE = _case("errors-capture", nwor=COW, use={"faults": "capture"}, same_tokens=False)
 ERROR_CASES = [
     _draft("errors", use={"faults": "continue"}),
     _draft("errors-cow", nwor=GRAPHED_COW, use={"faults": "continue"}),
@@ -1162,6 +1163,12 @@ STATE_ERROR_CASES = [
     _one_state(f"errors-{part}", nwor={"recurrent": True}, graphs="eager", use={"faults": part}, same_tokens=False)
     for part in ("plan", "verify", "fold")
 ]
+STATE_ERROR_CASES.append(
+    _one_state(
+        "errors-copies", nwor={"recurrent": True}, graphs="eager", same_tokens=False, **_ALIGNED,
+        max_model_len=320, use=_AGAIN | {"faults": "copies"},
+    )
+)  # fmt: skip
 # vLLM's own K + 1 states, without FULL graphs: they call no Python, which the audit needs.
 VLLM_STATES_CASES = [
     _case(

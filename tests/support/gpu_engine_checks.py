@@ -50,6 +50,14 @@ def session_of(result: dict[str, Any]) -> dict[str, Any]:
     return session
 
 
+def planted_in(worker: dict[str, Any]) -> dict[str, int]:
+    """Return the errors planted in a worker, by reason. It counted each of them, and keeps none alive."""
+    planted: dict[str, Any] = worker["planted"]
+    assert planted["errors"] == planted["counts"]
+    assert planted["alive"] == 0
+    return dict(planted["counts"])
+
+
 def note(record: dict[str, Any], case: Case, result: dict[str, Any]) -> None:
     record["engine"] = {name: value for name, value in case.engine.items() if name != "kv_cache_memory_bytes"}
     record["environment"] = case.environment

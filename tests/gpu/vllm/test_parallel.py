@@ -26,7 +26,7 @@ from gpu_cases import (
     Case,
     Refusal,
 )
-from gpu_engine_checks import assert_same_tokens, check_audit, finished, refused
+from gpu_engine_checks import assert_same_tokens, check_audit, finished, planted_in, refused
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 RUNNERS = (("v2", V2), ("v1", V1))
@@ -73,6 +73,12 @@ PIPELINE = [
     Case("pp2-preemption-v2", _ranks(EAGLE, **{PP: 2}, num_gpu_blocks_override=22, max_model_len=192), nwor=COW),
     Case("tp2-pp2-eagle-v2", _ranks(EAGLE, **{TP: 2, PP: 2}), nwor=COW),
 ]
+PIPELINE_ERROR_CASE = Case(
+    "errors-pp2",
+    _ranks(EAGLE, **{PP: 2}),
+    nwor=COW,
+    use={"faults": "pipeline", "abort": {9: [1], 14: [2, 4], 21: [6], 30: [9, 10]}},
+)
 DATA = [_dp(f"dp2-dense-{runner}", environment) for runner, environment in RUNNERS]
 DATA += [_dp("dp4-dense-v2", ranks=4), _dp("tp2-dp2-dense-v2", **{TP: 2})]
 DATA += [_staged(case) for case in DATA]
@@ -158,6 +164,22 @@ def test_ranks_of_one_engine(case: Case, engines: Any, record: dict[str, Any]) -
         assert counters["nwor_committed_tokens"] == first["stats"]["accepted"]
         assert counters["nwor_comparisons"] > 0
     assert_same_tokens(result, theirs)
+
+
+def test_a_pipeline_rank_goes_on_after_an_error(engines: Any, record: dict[str, Any]) -> None:
+    """It forgets windows that cannot be deferred, settled or undone. The drafts of these stay in its cache."""
+    vanilla, ours = engines.start_case(PIPELINE_ERROR_CASE)
+    result = finished(ours.result())
+    _note(record, PIPELINE_ERROR_CASE, result)
+    first, last = result["workers"]
+    planted = planted_in(first)
+    assert set(planted) == {"defer failed", "settle failed", "undo failed"}
+    assert planted_in(last) == {}
+    [session] = first["sessions"]
+    assert session["vanilla_steps"] == planted
+    assert session["stats"]["abandoned"] == sum(planted.values())
+    assert session["stats"]["windows"] > 3 * sum(planted.values())
+    assert_same_tokens(result, finished(vanilla.result()))
 
 
 @pytest.mark.parametrize("case", DATA, ids=lambda case: case.name)

@@ -1,0 +1,196 @@
+"""Errors to plant in a worker of a real engine, by the name that a job has in ``faults``.
+
+====================  ==================================================================================================
+name                  planted in
+====================  ==================================================================================================
+``continue``          graphs of the drafter, and begin and commit of the transaction
+``loads``             begin, commit, and the copy of loaded rows to shadow pages
+``cancel``            vLLM's sampling in a step with drafts, and then in cancel
+``capture``           the write of a layer while vLLM captures a CUDA graph; planted before the engine starts
+``pipeline``          defer, settle and undo of the pipeline ranks that do not sample
+``plan``, ``verify``, ``fold``, ``copies``  this part of a step with recurrent states
+``counts``            no error: after some steps, the cursor of a request's recurrent state is invalid
+``states``            no error: after some steps, a number of each state of one layer in vLLM is wrong
+====================  ==================================================================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from planted_errors import Fault, Planted
+
+BEFORE_START = ("capture",)
+_planted: Planted | None = None  # in this process
+
+
+def plant(worker: Any, name: str) -> None:
+    """Plant the errors with this name. ``worker`` is vLLM's worker, or None before the engine starts."""
+    global _planted
+    _planted = Planted(_FAULTS[name](worker))
+
+
+def describe() -> dict[str, Any] | None:
+    """Return what was planted in this process: how many errors, what the package counted, and how many are alive."""
+    if _planted is None:
+        return None
+    import nwor_ops
+
+    return {"counts": dict(_planted.counts), "errors": nwor_ops.stats().errors, "alive": _planted.alive()}
+
+
+def is_v2(runner: Any) -> bool:
+    """Return whether this is vLLM's model runner V2."""
+    return hasattr(runner, "prepare_attn")
+
+
+def state_audits(sessions: list[Any]) -> list[Any]:
+    """Return the audits of K + 1 recurrent states."""
+    module = sys.modules.get("nwor_ops.vllm.recurrent.audit_vllm")
+    listeners = [listener for session in sessions for listener in session.listeners]
+    return [listener for listener in listeners if module and isinstance(listener, module.VllmStateAudit)]
+
+
+# ---------------------------------------------------------------- transaction and draft graphs
+
+
+def _of_windows(worker: Any) -> list[Fault]:
+    from nwor_ops import DraftCommitManager
+
+    return [
+        Fault(DraftCommitManager, "begin", 9, "begin failed"),
+        Fault(DraftCommitManager, "commit_rejected" if is_v2(worker.model_runner) else "commit", 8, "commit failed"),
+    ]
+
+
+def _of_draft_graphs(worker: Any) -> list[Fault]:
+    from nwor_ops.drafter import DraftLoop
+
+    return [
+        Fault(DraftLoop, "run_first_pass", 5, "draft graphs failed", after=True),
+        Fault(DraftLoop, "run", 7, "draft graphs failed", after=True),
+        *_of_windows(worker),
+    ]
+
+
+def _of_loads(worker: Any) -> list[Fault]:
+    from nwor_ops import DraftCommitManager
+
+    return [*_of_windows(worker), Fault(DraftCommitManager, "refresh_shadow_pages", 2, "load failed")]
+
+
+def _of_cancel(worker: Any) -> list[Fault]:
+    """In the runner's own method, which our patch calls before it commits."""
+    from nwor_ops import DraftCommitManager
+    from nwor_ops.vllm import sessions
+
+    [session] = sessions()
+    runner = worker.model_runner
+    return [
+        Fault(runner, "sample" if is_v2(runner) else "_sample", 5, "", only=lambda *_, **__: session.in_window),
+        Fault(DraftCommitManager, "cancel", 1, "cancel failed"),
+    ]
+
+
+def _of_capture(_: Any) -> list[Fault]:
+    import torch
+
+    from nwor_ops import DraftCommitManager
+
+    def capturing(*_: Any, **__: Any) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    return [Fault(DraftCommitManager, "write", 3, "", only=capturing)]
+
+
+def _of_pipeline(_: Any) -> list[Fault]:
+    from nwor_ops.transaction.in_flight import InFlightManager
+
+    return [
+        Fault(InFlightManager, "defer", 7, "defer failed"),
+        Fault(InFlightManager, "settle", 5, "settle failed"),
+        Fault(InFlightManager, "undo", 2, "undo failed"),
+    ]
+
+
+# ---------------------------------------------------------------- recurrent states
+
+
+def _of_plan(_: Any) -> list[Fault]:
+    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+
+    return [Fault(OneStateMetadataBuilder, "_planned", 12, "")]
+
+
+def _of_verify(_: Any) -> list[Fault]:
+    from nwor_ops.vllm.recurrent.layer import OneStateLayer
+
+    return [Fault(OneStateLayer, "run_window", 30, "")]
+
+
+def _of_fold(_: Any) -> list[Fault]:
+    from nwor_ops.vllm.recurrent.engine import GroupLayers
+
+    return [Fault(GroupLayers, "fold_planned", 3, "")]
+
+
+def _of_copies(_: Any) -> list[Fault]:
+    from nwor_ops.vllm.recurrent.align import AlignedStates
+
+    return [Fault(AlignedStates, "_blocks", 3, "")]
+
+
+def _invalid_count(_: Any) -> list[Fault]:
+    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+
+    planned, steps = OneStateMetadataBuilder._planned, itertools.count()
+
+    def _planned(self: Any, metadata: Any, slots: Any) -> Any:
+        if metadata.num_spec_decodes and next(steps) == 12:
+            self.group.cursors.table[slots[0].long(), 0] = 99  # of more rows than a record has
+        return planned(self, metadata, slots)
+
+    setattr(OneStateMetadataBuilder, "_planned", _planned)  # noqa: B010
+    return []
+
+
+def _wrong_states(_: Any) -> list[Fault]:
+    """Change states of the second Gated DeltaNet layer once, after the kernel and the audit's look at them."""
+    from vllm.logger import init_logger
+
+    from nwor_ops.vllm import sessions
+
+    audit, *_ = state_audits(sessions())
+    names = dict(list(audit._names.items())[1:2])
+    watched, calls = type(audit).watched, itertools.count()
+
+    def spoiling(self: Any, call: Any, compute: Any) -> Any:
+        out = watched(self, call, compute)
+        if (name := names.get(call.A_log.data_ptr())) and next(calls) == 12:
+            for window in call.windows():
+                for block in window.blocks:
+                    call.states[block, 0, 0, 0] += 1.0
+            steps = self.summary()["steps"]
+            init_logger("vllm.planted").warning("nwor: planted wrong states in step %d of layer %s", steps, name)
+        return out
+
+    setattr(type(audit), "watched", spoiling)  # noqa: B010
+    return []
+
+
+_FAULTS: dict[str, Callable[[Any], list[Fault]]] = {
+    "continue": _of_draft_graphs,
+    "loads": _of_loads,
+    "cancel": _of_cancel,
+    "capture": _of_capture,
+    "pipeline": _of_pipeline,
+    "plan": _of_plan,
+    "verify": _of_verify,
+    "fold": _of_fold,
+    "copies": _of_copies,
+    "counts": _invalid_count,
+    "states": _wrong_states,
+}
