@@ -58,6 +58,7 @@ def plant() -> None:
         [
             Fault(DraftCommitManager, "begin", 9, "begin failed", only=only(ERRORS)),
             Fault(DraftCommitManager, "write", 23, "write failed", only=only(ERRORS)),
+            Fault(DraftCommitManager, "log", 23, "write failed", only=only(ERRORS)),  # with AMX
             Fault(DraftCommitManager, "commit", 6, "commit failed", only=only(ERRORS)),
             Fault(SessionPublisher, "latest", 1, "publishing counters failed", only=only(ERRORS)),
             Fault(CPUAttentionBackendImpl, "forward", 1, "", after=True, only=in_window),

@@ -310,6 +310,7 @@ def _exporting_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[
         [
             Fault(DraftCommitManager, "begin", 9, BEGIN),
             Fault(DraftCommitManager, "write", 23, WRITE),
+            Fault(DraftCommitManager, "log", 23, WRITE),  # if vLLM's writer is used, as with AMX
             Fault(DraftCommitManager, "commit", 6, COMMIT),
         ]
     )
