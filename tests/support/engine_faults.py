@@ -110,8 +110,8 @@ def _of_pipeline(_: Any) -> list[Fault]:
     from nwor_ops.transaction.in_flight import InFlightManager
 
     return [
-        Fault(InFlightManager, "defer", 7, "defer failed"),
-        Fault(InFlightManager, "settle", 5, "settle failed"),
+        Fault(InFlightManager, "defer", 13, "defer failed"),
+        Fault(InFlightManager, "settle", 11, "settle failed"),
         Fault(InFlightManager, "undo", 2, "undo failed"),
     ]
 
