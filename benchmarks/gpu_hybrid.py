@@ -84,7 +84,6 @@ RUNS_PER_ROUND = {1: 2, 16: 2}
 # The fewest rounds; a quick run does no more.
 ROUNDS = {384: 1}
 LEAST_ROUNDS = 2
-NOT_WARMED_UP = 384  # it takes 10 s, and runs graphs and kernels that smaller loads have run
 # Eight blocks of 576 tokens, and less than one.
 PREFIX_TOKENS, SUFFIX_TOKENS = 4608, 300
 TTFT_SINGLE, TTFT_AT_ONCE = 16, 8  # prompts of a round, one by one and together
@@ -212,8 +211,7 @@ def ready(engines: dict[str, EngineProcess], small: bool) -> None:
 
 def warm_up(engine: EngineProcess, requests: Iterable[int], tokens: tuple[int, int]) -> None:
     for count in requests:
-        if count != NOT_WARMED_UP:
-            engine.ask(f"run {count}")
+        engine.ask(f"run {count}")
     engine.ask(f"ttft 2 {tokens[0]} {tokens[1]} 0 999")
 
 
