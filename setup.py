@@ -183,7 +183,7 @@ class BuildLibraries(build_ext):
         self.scratch = pathlib.Path(self.build_temp).resolve() / library.kind
         self.scratch.mkdir(parents=True, exist_ok=True)
         self.plan = Plan(self.scratch)
-        # What every object depends on, and neither a command nor a header of ours tells.
+        # The versions of torch and the compilers. Ninja does not see them, but every object depends on them.
         self.built_with = self.scratch / "built_with.txt"
         compilers = [find_compiler(), *([find_nvcc()] if library.kind == "cuda" else [])]
         versions = "\n".join([f"torch {torch_version}", *map(version_text, compilers)])

@@ -216,7 +216,7 @@ def warm_up(engine: EngineProcess, requests: Iterable[int], tokens: tuple[int, i
 
 
 def measure(engines: dict[str, EngineProcess], count: int, seconds: float) -> dict[str, list[dict[str, Any]]]:
-    """Answers of both sides in turn, their order turning, until the time is up."""
+    """Return the answers of both sides. The sides alternate, and so does their order, until the time is up."""
     answers: dict[str, list[dict[str, Any]]] = {side: [] for side in engines}
     began, rounds = time.monotonic(), 0
     while rounds < ROUNDS.get(count, LEAST_ROUNDS) or time.monotonic() - began < seconds:

@@ -38,7 +38,8 @@ inline void check_same_layout(const Argument& a, const char* list, const Tensor&
     if (!same) a.must_be("of the shape and strides of ", list, "[0], ", describe(first));
 }
 
-// The number of each layer is written, so it must not share memory with another one or with an input.
+// The kernel writes each layer's window number. These numbers must not share memory with each other or
+// with an input.
 inline void check_marks(const char* op, const std::vector<Tensor>& marks,
                         std::initializer_list<Argument> inputs) {
     std::vector<Placed> placed;

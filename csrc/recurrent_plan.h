@@ -20,7 +20,7 @@ constexpr int64_t kMostRecordRows = 32;
 struct RecurrentEntry {
     int32_t source;  // slot whose state and record are read
     int32_t rows;    // rows of the record to reapply
-    int32_t first;   // half of the record with these rows; in a ring the first one
+    int32_t first;   // half of the record that holds these rows; in a ring, the index of the first row
     int32_t target;  // slot whose state is stored; 0: the state stays as it is
 
     NWOR_HOST_DEVICE bool any() const { return source > 0 || target > 0; }

@@ -42,7 +42,7 @@ struct RecurrentRecord {
     NWOR_HOST_DEVICE int64_t row_of(int32_t first, int64_t i) const {
         return is_ring ? update_row(first, i) : first * rows + i;
     }
-    // Whether an entry has a window. Only with a ring a window may store no state.
+    // Returns whether an entry has a window. With a ring, a window may leave the state unstored.
     NWOR_HOST_DEVICE bool has_window(const RecurrentEntry& entry) const {
         return is_ring ? entry.any() : entry.stores();
     }

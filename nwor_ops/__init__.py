@@ -1,9 +1,12 @@
-"""No Write On Reject: the KV-cache writes of speculative decoding as a transaction.
+"""Faster speculative decoding: one recurrent state per request, draft graphs, and KV-cache writes as a transaction.
 
 Importing the package declares ``torch.ops.nwor.*`` and loads the compiled kernels.
 
 - :mod:`nwor_ops.ops`: the ops, one documented function each.
 - :class:`DraftCommitManager`: the transaction (begin, write, then commit or cancel).
+- :class:`RecurrentStates`: linear-attention layers with one state per request.
+- :mod:`nwor_ops.drafter`: the drafter's loop in CUDA graphs.
+- :mod:`nwor_ops.vllm`: the plugin.
 
 Example:
     >>> import nwor_ops

@@ -158,7 +158,11 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
     for variable, value in environment.items():
         if not isinstance(variable, str) or not isinstance(value, str):
             raise TypeError(f"nwor: environment must map strings to strings, got {variable!r}: {value!r}")
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _READ_ELSEWHERE:
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        if variable in _READ_ELSEWHERE:
+            if value not in ("0", "1", "false", "true"):
+                raise ValueError(f"nwor: {variable} must be 0 or 1, got {value!r}")
             continue
         if variable not in names:
             known = ", ".join([SWITCH, *names, *_READ_ELSEWHERE])

@@ -27,7 +27,7 @@ LEFT_OUT = ("compile",)
 # A report goes to the standard error of a process that then ends: pytest must not hold it back.
 PYTEST = ("-q", "--device=cpu", "--capture=sys")
 NO_TESTS = 5  # pytest's exit status if options like -k leave no test of a file
-# Both must be seen to fail before a pass means anything: the library is instrumented, and a bad read is reported.
+# Run first: check that the library is instrumented and that a bad read is reported.
 BAD_READ = (
     "import ctypes, torch, nwor_ops; tensor = torch.zeros(100); ctypes.string_at(tensor.data_ptr(), tensor.nbytes + 64)"
 )

@@ -9,7 +9,7 @@ namespace {
 
 // ---------------------------------------------------------------- cumulative arrays
 
-// Returns the first i in [0, length) with element(i) > value, or `length` if there is none. If element(i) is
+// Returns the first i in [0, length) with element(i) > value, or `length` if no element is larger. If element(i) is
 // the number of drafts of requests 0 to i, the result is the request of draft `value`. Requests without
 // drafts are never returned. Numbers of requests fit 32 bits.
 template <class Element>

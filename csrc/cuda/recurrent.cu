@@ -11,8 +11,8 @@
 // branches. The kernel stores the state as soon as the accepted rows are reapplied, and then runs
 // the window on the registers.
 //
-// All results are bit-identical to those of vLLM's Triton kernels. `recurrent_arithmetic.h` says which
-// kernels, and `recurrent_delta_rule.h` says in which order sums are added.
+// In the exact form, results have the bits of the Triton kernels that `recurrent_arithmetic.h` names, as
+// Triton 3.8 compiles them. `recurrent_delta_rule.h` says in which order sums are added.
 #include "../recurrent.h"
 #include "launch.h"
 #include "recurrent_fold.h"

@@ -92,7 +92,7 @@ struct ChunkRows {
     }
     __device__ const float* decays() const { return shared_at<float>(places.decays); }
     __device__ const float* norms() const { return shared_at<float>(places.norms); }
-    // Of two adjacent rows of the state
+    // Returns the updates of two adjacent rows of the state.
     __device__ float2* updates(int row, int value) const {
         return reinterpret_cast<float2*>(shared_at<float>(places.updates) + row * num_values + value);
     }

@@ -54,8 +54,8 @@ __device__ void update_rows(Rows<State, kWidth>* rows, const float (&u)[Rows<Sta
             for (int e = 0; e < R::kChunk; ++e) rows->h[j][c][e] = __fmaf_rn(k[c][e], u[j], rows->h[j][c][e]);
 }
 
-// A lane's part of the products of all rows with a vector. A row of Triton's program has a lane for each
-// chunk. If these are more than a warp, Triton sums the row in parts.
+// A lane's part of the products of all rows with a vector. Triton uses one lane per chunk of a row. With more
+// than 32 chunks it sums the row in parts.
 template <class State, int kWidth>
 struct Products {
     using R = Rows<State, kWidth>;

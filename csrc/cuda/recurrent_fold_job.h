@@ -27,7 +27,7 @@ struct FoldJob {
     FoldLayer layers[kLayersPerLaunch];
 };
 
-// What a block folds.
+// The fold of one block.
 struct FoldTask {
     BlockPlace block;
     const FoldLayer* layer;
@@ -35,8 +35,8 @@ struct FoldTask {
     RecurrentRecord record;  // of the layer
 };
 
-// Finds the task of this block. Returns false if there is none: the entry is invalid, which is reported, or
-// changes nothing, or the layer was folded already.
+// Finds the fold of this block. Returns false if the entry is invalid (and reports it), changes nothing, or is
+// already folded.
 template <class Places>
 __device__ bool find_task(const FoldJob<Places>& job, FoldTask* task) {
     task->block = job.blocks[blockIdx.x];

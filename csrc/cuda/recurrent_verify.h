@@ -279,15 +279,16 @@ void run(const VerifyArguments& c, const Launch& launch) {
             const int bytes = places(state_bytes).bytes;
             return bytes <= kSharedWithoutAsking || bytes <= most_shared_memory(launch);
         };
-        // A block takes all rows of a head, a few at a time, for the norm. It also does so if there are many
-        // heads, so that it does the work for all rows once. But long records may leave no room for all rows.
+        // With the norm, or with many heads, one block takes all rows of a head, a few at a time. It then
+        // prepares keys and queries once. Without the norm, it takes fewer rows if a long record does not fit
+        // in shared memory.
         if (!has_norm && (heads <= kEnoughBlocks || !fits(0)))
             values = values_of_block(c.record, heads, most);
         const int64_t warps = std::gcd(values, most) / kRowsOfWarp;
         const int64_t state_bytes = warps * SharedRows<State, kWidth>::kBytes;
         const bool all_aligned = is_aligned(c.states, c.states.data, c.states.slot_stride) &&
                                  is_aligned(c.states, c.all_states, c.all_states_stride);
-        // If long windows leave no room, states are loaded to registers directly.
+        // If states do not fit in shared memory, the kernel loads them to registers.
         const bool uses_shared_rows = all_aligned && fits(state_bytes);
         const VerifyJob job{c,
                             places(uses_shared_rows ? state_bytes : 0),

@@ -53,7 +53,7 @@ def _exit_if_invalid(command: str, invalid: type[ValueError] = ValueError) -> It
 
 @contextlib.contextmanager
 def _shown(what: str) -> Iterator[None]:
-    """Show on stderr that a command is doing this. What it prints goes there too."""
+    """Show a progress line on stderr. Redirect the command's own output there too."""
     stages = Stages(Console(stderr=True, highlight=False), 1)
     with contextlib.redirect_stdout(sys.stderr), stages.stage(what):
         yield
@@ -325,7 +325,8 @@ def doctor(json: JsonOption = False) -> None:
 
     It needs the CPU library, the CUDA library if there is a GPU, and the hooks if vLLM is installed. Exits with 3 if a
     library is missing or torch cannot use the GPU, and with 4 if an op gives a wrong result. Exits with 5 if vLLM does
-    not load the plugin, or its version or a hook differs. If several apply, it is the smallest of them.
+    not load the plugin, if its version or a hook differs, or if a setting is invalid. If several apply, it is the
+    smallest of them.
     """
     from nwor_ops.cli.doctor import examine, print_findings
 

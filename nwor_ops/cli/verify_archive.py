@@ -174,7 +174,7 @@ def write_archive(path: pathlib.Path, report: dict[str, Any], log: str) -> None:
     """Write a report and a log to a ``.tar.gz``. It holds no name of a user or host.
 
     Raises:
-        OSError: the file cannot be written; a part of it is not left behind.
+        OSError: the file cannot be written. No partial file remains.
     """
     files = {"report.json": json.dumps(report, indent=2) + "\n"} | ({"engine.log": log} if log else {})
     raw = io.BytesIO()

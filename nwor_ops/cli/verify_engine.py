@@ -207,7 +207,7 @@ def read_arguments(arguments: list[str]) -> Any:
 def _hides_states_of_vanilla(config: Any) -> bool:
     """Return whether this is vanilla vLLM with recurrent states and FULL graphs, which call no Python to audit them.
 
-    With one of our features, the graphs or the states are ours, and the user's setting of the graphs stays.
+    With one of our features on, the audit needs no Python in the graphs, so the user's graph mode stays.
     """
     ours = NworConfig.load(config.additional_config).wants_feature
     full = config.compilation_config.cudagraph_mode.has_full_cudagraphs()

@@ -575,7 +575,7 @@ class DraftLoop(BoundToMemory):
             metadata_places=places_of(metadata, "metadata", self.buffers.device),
         )
 
-    # What depends on CUDA graphs: nwor_ops.testing.host_graphs replaces it on a CPU.
+    # These methods need CUDA graphs. On a CPU, nwor_ops.testing.host_graphs replaces them.
 
     def _capture_stream(self) -> torch.cuda.Stream:
         if self.buffers.device.type != "cuda":

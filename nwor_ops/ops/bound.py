@@ -58,8 +58,8 @@ begin_redirected_bound = _declare(
     "(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor bound, Tensor seq_lens, Tensor? idx_mapping) -> ()",
 )
 
-# Run the bound calls of a commit: an op ..._from_rejected, then any number of restore_slots or close_window. What the
-# tensors of its begin say about the window is taken from there. They must not have moved. Arguments:
+# Run the bound calls of a commit: an op ..._from_rejected, then any number of restore_slots or close_window. The calls
+# read the window's values from the tensors of its begin. These tensors must not move. Arguments:
 # - num_rejected: as in restore_slots_from_rejected.
 # - bound: the handle.
 # Raises as begin_bound.

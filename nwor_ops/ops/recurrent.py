@@ -6,8 +6,8 @@ and the update ``u = beta * (v - S k)``.
 
 The next step reads the state and reapplies the accepted rows of the record: ``S = S * decay + u k^T``, without dot
 products. It stores the result once. Then it runs its own window in registers, for the outputs and a new record.
-Rejected tokens are never written to the state. All results are bit-identical to a scheme that stores the state after
-every token.
+Rejected tokens are never written to the state. In the exact form, all results are bit-identical to a scheme that stores
+the state after every token.
 
 A step calls :func:`plan_recurrent_window` once and :func:`gated_delta_verify` for each layer. It needs no call
 afterwards, because the next plan takes the number of tokens that stay. :func:`plan_recurrent_fold` and

@@ -400,7 +400,7 @@ def _fill(buffer: Tensor, values: Tensor) -> None:
     buffer[count:].fill_(False if buffer.dtype == torch.bool else -1)
 
 
-# What an op or a buffer raises for arguments that it refuses.
+# Errors of ops and buffers for invalid arguments.
 _REFUSALS = (ValueError, TypeError, IndexError, RuntimeError)
 
 

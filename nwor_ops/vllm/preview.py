@@ -408,7 +408,7 @@ class _Layers:
             raise ValueError("with pipeline parallelism each rank has other layers")
         missing = None
         with set_current_vllm_config(vllm_config), _one_rank():
-            # Nothing is sent: a rank needs its number and how many there are to choose its heads.
+            # This rank sends nothing. A layer needs the rank and the world size to select its heads.
             parallel_state.get_tp_group().world_size = parallel.tensor_parallel_size
             with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
                 initialize_model(vllm_config)

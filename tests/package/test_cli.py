@@ -289,7 +289,7 @@ def test_a_missing_package_is_named_with_its_extra(package):
     finished = run_cli("doctor", code=without(package))
     assert finished.returncode == 1
     assert finished.stderr.strip() == (
-        f"nwor-ops: {package} is not installed; install it with: pip install 'nwor_ops[cli]', or '.[cli]' in a checkout"
+        f"nwor-ops: {package} is not installed; install it with: pip install '.[cli]' in a checkout, or 'nwor_ops[cli]'"
     )
 
 
@@ -297,7 +297,7 @@ def test_the_module_names_a_missing_package_too():
     finished = run_cli("doctor", code=without("typer").replace(MAIN, MODULE))
     assert (finished.returncode, finished.stderr.strip()) == (
         1,
-        "nwor-ops: typer is not installed; install it with: pip install 'nwor_ops[cli]', or '.[cli]' in a checkout",
+        "nwor-ops: typer is not installed; install it with: pip install '.[cli]' in a checkout, or 'nwor_ops[cli]'",
     )
 
 

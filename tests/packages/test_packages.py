@@ -29,7 +29,7 @@ VERSION = PROJECT["project"]["version"]
 CLI = ["typer", "rich", "matplotlib"]
 # What manylinux_2_28 allows: the system libraries of Red Hat Enterprise Linux 8.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (8, 0, 0)}
-SENTENCE = "nwor-ops: typer is not installed; install it with: pip install 'nwor_ops[cli]', or '.[cli]' in a checkout"
+SENTENCE = "nwor-ops: typer is not installed; install it with: pip install '.[cli]' in a checkout, or 'nwor_ops[cli]'"
 AN_OP = """
 import torch, nwor_ops
 cache = torch.zeros(2, 4, 1, 4)

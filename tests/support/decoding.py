@@ -81,7 +81,7 @@ class Engine:
         return batch
 
     def reorder(self, order):
-        """The requests, with all that is theirs, take other rows of the batch."""
+        """Move every request and its data to another row of the batch."""
         self.tables = {group: table[order] for group, table in self.tables.items()}
         self.lengths = [self.lengths[q] for q in order]
         if self.states is not None:

@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     **NCCL_ALONE,
 }
-# Of servers, which have their own processes and vLLM's default sampler.
+# Environment of servers. They have their own processes and vLLM's default sampler.
 SERVER_ENVIRONMENT = {
     name: value for name, value in ENVIRONMENT.items() if "FLASHINFER" not in name and "MULTIPROC" not in name
 }

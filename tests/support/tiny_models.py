@@ -84,7 +84,7 @@ COMMON = {
     "eos_token_id": 0,
     "torch_dtype": "bfloat16",
 }
-# Of models whose configuration class comes with the checkpoint.
+# Added to configurations of models whose checkpoint brings its configuration class.
 REMOTE = {"auto_map": {"AutoConfig": "configuration.Config"}}
 PLAIN_CONFIG = """from transformers import PretrainedConfig
 

@@ -174,7 +174,7 @@ class AlignedStates:
 
 
 def _pages_of(context: Any, groups: Sequence[tuple[GroupLayers, Tensor]]) -> Any:
-    """Return a copy of vLLM's context that copies states and records, and no rows of the convolution.
+    """Return a copy of vLLM's context without the convolution's rows. It copies states and records.
 
     Args:
         context: vLLM's context with all of its states.

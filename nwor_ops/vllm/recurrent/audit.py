@@ -5,7 +5,7 @@ stores it. The next window of the request first applies the accepted rows. The r
 returned for the last accepted token, so nothing else may have changed it in between. With a ring, most windows do not
 store it. The audit then folds the pending rows into a copy of the state and compares that.
 
-In the chunk form, a store applies one chunk, and the rows behind it stay pending. The audit compares both. It also runs
+In the chunk form, a store applies one chunk. Later rows stay pending. The audit compares both. It also runs
 each window again in windows of one token, from the stored state: outputs and records must have the same bits
 (:mod:`.rerun`).
 
