@@ -35,8 +35,8 @@ struct FoldTask {
     RecurrentRecord record;  // of the layer
 };
 
-// Finds the fold of this block. Returns false if the entry is invalid (and reports it), changes nothing, or is
-// already folded.
+// Finds the fold of this block. Returns false if the entry is invalid (and reports it), changes nothing, or
+// is already folded.
 template <class Places>
 __device__ bool find_task(const FoldJob<Places>& job, FoldTask* task) {
     task->block = job.blocks[blockIdx.x];
