@@ -76,9 +76,20 @@ void restore_rows(const RestoreArguments& r) {
     });
 }
 
+// Returns whether a layer has logged this row in the window. Other rows are not restored, so their slots may
+// be those of other caches.
+bool is_logged(const RestoreArguments& r, int64_t row) {
+    if (r.row_windows.rows == nullptr) return true;
+    for (int64_t layer = 0; layer < r.planes.count(); ++layer)
+        if (r.row_windows.rows[layer * r.windows_layer_stride + row] == *r.row_windows.window_id) return true;
+    return false;
+}
+
 void check_rejected_slots(const RestoreArguments& r, const bool* row_rejected) {
     check_each(r.op, r.num_rows, [&](int64_t row) {
-        return row_rejected[row] ? problem_of_slot(kRowSlots, row, r.row_slots[row], r.planes.view) : Found{};
+        return row_rejected[row] && is_logged(r, row)
+                   ? problem_of_slot(kRowSlots, row, r.row_slots[row], r.planes.view)
+                   : Found{};
     });
     if (r.num_rows > 0) check_page_table(r.op, r.page_offsets, r.planes.view);
 }

@@ -1,6 +1,7 @@
 """The command ``nwor-ops``. It needs typer, rich and matplotlib, the optional packages of ``nwor_ops[cli]``."""
 
 import errno
+import io
 import os
 import sys
 
@@ -11,6 +12,11 @@ def main() -> None:
     require("typer", "rich")
     from nwor_ops.cli.app import app
 
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller closed it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may have letters that the encoding lacks
     try:
         try:
             app(prog_name="nwor-ops")

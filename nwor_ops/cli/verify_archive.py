@@ -76,8 +76,11 @@ class Redaction:
         self._secrets = sorted(secrets, key=len, reverse=True)
         texts = {form for prompt in prompts for form in _forms(prompt) if len(form) >= _SHORTEST_SECRET}
         self._prompts = sorted(texts, key=len, reverse=True)
-        home = pathlib.Path.home()
-        self._homes = sorted({str(home), str(home.resolve())} - {"/"}, key=len, reverse=True)
+        homes: set[str] = set()
+        with contextlib.suppress(RuntimeError):  # there is no home folder
+            home = pathlib.Path.home()
+            homes = {str(home), str(home.resolve())} - {"/"}
+        self._homes = sorted(homes, key=len, reverse=True)
 
     def text(self, text: str) -> str:
         """Return a text without secrets, prompts and the home folder."""

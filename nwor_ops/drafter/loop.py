@@ -284,7 +284,7 @@ class DraftLoop(BoundToMemory):
             if chosen == "loop":
                 self.host_seconds += time.perf_counter() - started
             self._check_tokens(num_reqs, 1, drafts)
-        return self.buffers.draft_tokens[:num_reqs, :num_drafts]
+        return self.buffers.draft_tokens[:num_reqs, :drafts]
 
     @torch.no_grad()
     def run_first_pass(

@@ -243,8 +243,8 @@ def restore_slots(
     Raises:
         ValueError: as :func:`write_kv`, or ``num_rows`` is below 0 or above R.
         TypeError, RuntimeError: as :func:`write_kv`.
-        IndexError: on the CPU, a rejected row has a slot >= B * N; nothing is written. CUDA skips the row, and debug
-            mode raises.
+        IndexError: on the CPU, a rejected row that a layer has logged in this window has a slot >= B * N; nothing is
+            written. CUDA skips the row, and debug mode raises.
 
     Example:
         >>> import torch

@@ -69,24 +69,27 @@ class Cursors(BoundToMemory):
 
         Args:
             slots: int64 ``[E]``.
-            num_kept: int32 ``[E]``: tokens of the last window that stay. **Mutated**: those that stay now.
+            num_kept: int32 ``[num_slots]``: tokens of the last window of each slot that stay. **Mutated**: those that
+                stay now.
             tokens: int32 ``[E]``: number of rows to take back.
 
         Returns:
             int32 ``[E]``: the number of rows that were taken back. It is less than ``tokens`` if fewer are pending.
         """
         before = self.table[slots]
+        kept = num_kept[slots]
         recorded, earlier = before[:, 0], before[:, 2:].sum(1, dtype=torch.int32)
-        is_valid = (recorded == 0) | ((num_kept > 0) & (num_kept <= recorded))
-        pending = earlier + torch.where(recorded > 0, num_kept, 0)
+        is_valid = (recorded == 0) | ((kept > 0) & (kept <= recorded))
+        pending = earlier + torch.where(recorded > 0, kept, 0)
         taken = torch.where(is_valid, torch.minimum(tokens.clamp(min=0), pending), 0)
         left = pending - taken
-        num_kept.copy_(torch.where(is_valid, left, num_kept))
         cursors = before.clone()
-        if self.ring_rows:
+        if self.ring_rows:  # no row is of the last window then, so its count is not read
             cursors[:, 0], cursors[:, 2] = 0, left
         else:
             cursors[:, 0] = left
+            # The count first. After an interrupt between the two writes it is still a count of the recorded rows.
+            num_kept[slots] = torch.where(is_valid & (recorded > 0), left.clamp(min=1), kept)
         self.table[slots] = torch.where(is_valid[:, None], cursors, before)
         return taken
 

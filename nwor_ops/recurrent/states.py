@@ -443,11 +443,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         validation.tensor("rewind: tokens", tokens, torch.int32, dims=1, device=self.device)
         if tokens.shape != slots.shape:
             raise ValueError(f"rewind: tokens must be as many as slots, {slots.shape[0]}, got {tokens.shape[0]}")
-        rows = self._existing("rewind", slots)
-        kept = self.num_kept[rows]
-        taken = self.cursors.rewind(rows, kept, tokens)
-        self.num_kept[rows] = kept
-        return taken
+        return self.cursors.rewind(self._existing("rewind", slots), self.num_kept, tokens)
 
     def reset(self, slots: Tensor) -> None:
         """Set the states of slots to zero, with nothing pending. Use it for new requests; it fills each layer.
@@ -470,9 +466,10 @@ class RecurrentStates(Stateful[RecurrentLayer]):
     # ------------------------------------------------------------ internals
 
     def _close(self) -> None:
+        # The state first: after an interrupt between the two, cancel must not find an open window without a plan.
+        self._state = State.CLOSED
         # Compiled or captured layers may run outside a window, as in a warm-up. They must not apply this plan again.
         self.plan.zero_()
-        self._state = State.CLOSED
 
     def _undo(self) -> None:
         """Fold the rows from before the open window in the layers that have not run, and drop the window's rows.

@@ -491,8 +491,9 @@ class DraftCommitManager(Stateful[Layer]):
             k_scale, v_scale: as in :func:`nwor_ops.write_kv`; None = 1.
             token_offset: index in the batch of the first token of ``slot_mapping``, for micro-batches.
 
-        Write each token of a layer once per window: a second write would log the row of the first one. Tensors without
-        data (fake, meta, freed storage) are accepted, and nothing is written. Compiled and captured code cannot check
+        Write each token of a layer once per window: a second write would log the row of the first one. If ``key`` or
+        the layer's cache has no data (fake, meta, freed storage), nothing is written. If both have data, the other
+        tensors must have data too. Compiled and captured code cannot check
         for an open window. Outside a window it is a plain write.
 
         Raises:
@@ -828,8 +829,12 @@ class DraftCommitManager(Stateful[Layer]):
         return log_rows[token_offset:]
 
     def _close(self, window: Window, first: int = 0) -> None:
-        """Make the launches of a commit from launch ``first`` on; none if the host knows that there are no drafts."""
-        if window.num_draft_tokens != 0:
+        """Make the launches of a commit from launch ``first`` on.
+
+        With 0 drafts an undo log needs none. Shadow pages are closed in any case: a window that has drafts although the
+        caller said 0 has redirected slots and tables.
+        """
+        if window.num_draft_tokens != 0 or self._redirects:
             self.recovery.close(window, self._redirects, first, window.num_draft_tokens)
         self._end()
 

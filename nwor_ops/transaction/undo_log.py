@@ -84,6 +84,13 @@ class UndoLog(BoundToMemory):
             for found in classes
             for plane, caches, log in zip(found.of.planes, found.of.caches, found.logs, strict=True)
         ]
+        planes = ((found, plane) for found in classes for plane in found.of.planes)
+        for launch, (found, _) in zip(launches, planes, strict=True):
+            try:  # no row is rejected, so nothing is written
+                ops.restore_slots(*_restore_arguments(launch, buffers, None).values())
+            except (ValueError, TypeError, IndexError) as error:
+                names = ", ".join(map(repr, found.of.names))
+                raise type(error)(f"allocate: layers {names} could not be restored: {error}") from error
         # Assigned together, so that a failed allocation can be repeated.
         self.classes, self.launches, self._buffers = classes, launches, buffers
         self._of_layer = {
@@ -160,20 +167,7 @@ class UndoLog(BoundToMemory):
             ops.restore_slots(*self._restore(launch, num_drafts).values())
 
     def _restore(self, launch: Launch, num_drafts: int | None) -> dict[str, Any]:
-        """Return the arguments of restore_slots, in the order of its schema."""
-        buffers = self._buffers
-        caches, table = launch.planes.arguments()
-        return {
-            "caches": caches,
-            "log": launch.log,
-            "row_slots": launch.row_slots,
-            "row_rejected": buffers.row_rejected,
-            "page_offsets": launch.page_offsets,
-            "window_id": buffers.window_id,
-            "row_windows": launch.row_windows,
-            "num_rows": num_drafts,
-            "plane_table": table,
-        }
+        return _restore_arguments(launch, self._buffers, num_drafts)
 
     def _restore_from_rejected(self, window: Window, num_rejected: Tensor) -> dict[str, Any]:
         buffers = self._buffers
@@ -217,6 +211,22 @@ class UndoLog(BoundToMemory):
         # Functionalization handles many mutated inputs that share one storage badly. A traced graph therefore
         # sees the one tensor of the class and selects from it.
         return self.classes[layer.layer_class.number].of_layer(layer)
+
+
+def _restore_arguments(launch: Launch, buffers: WindowBuffers, num_drafts: int | None) -> dict[str, Any]:
+    """Return the arguments of restore_slots, in the order of its schema."""
+    caches, table = launch.planes.arguments()
+    return {
+        "caches": caches,
+        "log": launch.log,
+        "row_slots": launch.row_slots,
+        "row_rejected": buffers.row_rejected,
+        "page_offsets": launch.page_offsets,
+        "window_id": buffers.window_id,
+        "row_windows": launch.row_windows,
+        "num_rows": num_drafts,
+        "plane_table": table,
+    }
 
 
 def _new_log(plane: Plane, layers: int, rows: int) -> Tensor:

@@ -8,6 +8,7 @@ from math import prod
 
 import pytest
 import torch
+from faults import every_interrupt
 from recurrent_states import KINDS, Decoding, in_double_precision
 from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
@@ -338,6 +339,57 @@ def test_fold(device):
     decoding.states.fold(decoding.tensor(range(8)))
     decoding.assert_folded(1, 2, 3, 4, 5)
     decoding.states.fold(decoding.tensor([]))
+
+
+def interruptible(ring_rows: int = 0) -> tuple[RecurrentStates, torch.Tensor]:
+    """Return states after a window of three tokens in slot 1, which is still open, and the states of its layer."""
+    cache, states = new_cache(num_value_heads=1, dtype=torch.float32, ring_rows=ring_rows), new_states()
+    states.register_layer("x", cache)
+    states.allocate()
+    a_window(states)
+    return states, cache.state
+
+
+def a_window(states: RecurrentStates) -> None:
+    ones, zeros = torch.ones(3, 1, 64), torch.zeros(3, 1)
+    states.begin(torch.tensor([1]), int32(0, 3))
+    states.verify("x", ones, ones, ones, zeros, zeros, torch.zeros(1), torch.zeros(1))
+
+
+def state_of(ring_rows: int, kept: int, taken: int = 0) -> torch.Tensor:
+    states, found = interruptible(ring_rows)
+    states.commit(int32(kept))
+    states.rewind(torch.tensor([1]), int32(taken))
+    states.fold(torch.tensor([1]))
+    return found[1]
+
+
+@pytest.mark.parametrize("ring_rows", [0, 4])
+def test_an_interrupted_commit_keeps_its_tokens_or_can_be_cancelled(ring_rows):
+    for interrupt in every_interrupt():
+        states, found = interruptible(ring_rows)
+        with interrupt:
+            states.commit(int32(2))
+        is_open = states.state is State.OPEN
+        if is_open:
+            states.cancel()
+        states.fold(torch.tensor([1]))
+        assert torch.equal(found[1], torch.zeros_like(found[1]) if is_open else state_of(ring_rows, 2))
+
+
+@pytest.mark.parametrize("taken", [1, 2])
+@pytest.mark.parametrize("ring_rows", [0, 4])
+def test_an_interrupted_rewind_leaves_a_slot_that_can_go_on(ring_rows, taken):
+    """One token stays at least if the interrupt came between the two writes."""
+    for interrupt in every_interrupt():
+        states, found = interruptible(ring_rows)
+        states.commit(int32(2))
+        with interrupt:
+            states.rewind(torch.tensor([1]), int32(taken))
+        a_window(states)
+        states.cancel()
+        states.fold(torch.tensor([1]))
+        assert any(torch.equal(found[1], state_of(ring_rows, 2, back)) for back in range(taken + 1))
 
 
 @pytest.mark.parametrize("in_pages", [False, True], ids=["tensors", "pages"])

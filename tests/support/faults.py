@@ -74,7 +74,7 @@ def raising_after_launch(error: type[Exception]) -> Iterator[None]:
         yield
 
 
-OURS = tuple(os.path.join(os.path.dirname(nwor_ops.__file__), folder, "") for folder in ("transaction", "ops"))
+OURS = tuple(os.path.join(os.path.dirname(nwor_ops.__file__), folder, "") for folder in ("transaction", "ops", "recurrent"))
 
 
 class Interrupts:

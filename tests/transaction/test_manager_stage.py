@@ -452,3 +452,28 @@ def test_counters_equal_those_of_cow():
     accepted = sum(r.accepted for requests in STEPS for r in requests)
     expected = {"windows": 4, "drafted": drafted, "accepted": accepted, "rejected": drafted - accepted, "overflowed": 0}
     assert dict(zip(COUNTERS, engine.manager.buffers.counters.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize("windows", [1, 3])
+def test_a_window_that_has_drafts_although_the_caller_said_none(windows):
+    """Its slots and table are put back, and its accepted row is kept."""
+    cache = torch.zeros(8, 2, 1, 8)
+    manager = DraftCommitManager(
+        max_num_tokens=8, max_num_requests=1, max_draft_tokens=4, device="cpu", mode="stage", max_drafts_per_request=2
+    )
+    manager.register_layer("x", nwor_ops.LayerCache.packed(cache))
+    manager.allocate()
+    slots, table = torch.tensor([2, 3]), torch.tensor([[0, 1]], dtype=torch.int32)
+    starts, drafts, lengths = (torch.tensor(values, dtype=torch.int32) for values in ([0, 2], [1], [4]))
+    for _ in range(windows):  # bound calls serve the third one
+        cache.zero_()
+        manager.begin(
+            nwor_ops.Window(
+                starts, drafts, {"default": slots}, num_draft_tokens=0, seq_lens=lengths,
+                block_tables={"default": table},
+            )
+        )  # fmt: skip
+        manager.write("x", torch.ones(2, 1, 4), torch.ones(2, 1, 4), slots)
+        manager.commit_rejected(torch.tensor([0], dtype=torch.int32))
+        assert (slots.tolist(), table.tolist()) == ([2, 3], [[0, 1]])
+        assert cache.view(16, 8)[2:4].tolist() == [[1.0] * 8] * 2

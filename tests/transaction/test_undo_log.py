@@ -1,11 +1,11 @@
-"""The memory order of the undo log."""
+"""The undo log: its memory order, planes that it refuses, and layers that a forward did not reach."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from nwor_ops import Plane
+from nwor_ops import DraftCommitManager, LayerCache, Plane, Window
 from nwor_ops.transaction.undo_log import _new_log
 
 
@@ -17,3 +17,62 @@ def test_log_rows_are_adjacent_if_slots_are(slots_are_adjacent: bool) -> None:
     log = _new_log(plane, layers=2, rows=5)
     assert (log.shape, log.dtype, log.count_nonzero()) == ((2, 5, 2, 8), plane.view.dtype, 0)
     assert log.stride() == ((80, 1, 40, 5) if slots_are_adjacent else (80, 16, 8, 1))
+
+
+# ---------------------------------------------------------------- layers that a forward did not reach
+
+
+def two_layers(groups: tuple[str, str], blocks: tuple[int, int]) -> tuple[DraftCommitManager, torch.Tensor]:
+    manager = DraftCommitManager(max_num_tokens=8, max_num_requests=2, max_draft_tokens=4, device="cpu")
+    caches = [torch.zeros(number, 2, 1, 8) for number in blocks]
+    for name, cache, group in zip("ba", caches, groups, strict=True):
+        manager.register_layer(name, LayerCache.packed(cache), group=group)
+    manager.allocate()
+    return manager, caches[1].view(-1, 8)
+
+
+def a_draft(slots: dict[str, list[int]]) -> Window:
+    starts, drafts = (torch.tensor(values, dtype=torch.int32) for values in ([0, 2], [1]))
+    return Window(starts, drafts, {group: torch.tensor(of_group) for group, of_group in slots.items()})
+
+
+def test_cancel_when_the_forward_stopped_before_a_smaller_cache():
+    """The layer that was not reached has fewer slots than the draft's. Nothing was logged there."""
+    manager, rows = two_layers(("default", "default"), (4, 8))
+    window = a_draft({"default": [8, 9]})
+    manager.begin(window)
+    manager.write("a", torch.ones(2, 1, 4), torch.ones(2, 1, 4), window.slot_mappings["default"])
+    manager.cancel()
+    assert rows[9].tolist() == [0.0] * 8
+    assert manager.stats().rejected == 1
+
+
+def test_cancel_after_a_write_refused_a_slot():
+    manager, rows = two_layers(("small", "large"), (4, 8))
+    window = a_draft({"small": [2, 8], "large": [2, 3]})  # 8 is outside the small cache
+    manager.begin(window)
+    manager.write("a", torch.ones(2, 1, 4), torch.ones(2, 1, 4), window.slot_mappings["large"])
+    with pytest.raises(IndexError, match=r"slot_mapping\[1\] must be below 8"):
+        manager.write("b", torch.ones(2, 1, 4), torch.ones(2, 1, 4), window.slot_mappings["small"])
+    manager.cancel()
+    assert rows[3].tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        (lambda: LayerCache.opaque(torch.zeros(4, 2, 1, 16).expand(4, 2, 8, 16)), r"caches\[0\] must not overlap"),
+        (lambda: LayerCache.opaque(Plane(torch.zeros(4, 2, 1, 16), offsets().t().contiguous().t())), "contiguous"),
+        (lambda: LayerCache.opaque(Plane(torch.zeros(4, 2, 1, 16), offsets() + 1000)), "within the storage"),
+    ],
+    ids=["expanded", "strided offsets", "offsets outside"],
+)
+def test_planes_that_no_commit_can_restore_are_refused_at_the_start(cache, message):
+    manager = DraftCommitManager(max_num_tokens=8, max_num_requests=2, max_draft_tokens=4, device="cpu")
+    manager.register_layer("x", cache())
+    with pytest.raises((ValueError, IndexError), match=f"^allocate: layers 'x' could not be restored: .*{message}"):
+        manager.allocate()
+
+
+def offsets() -> torch.Tensor:
+    return torch.arange(32, dtype=torch.int32).view(2, 16)
