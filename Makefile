@@ -196,7 +196,7 @@ dist: $(READY)
 
 # Installs both into fresh environments: pip downloads torch for each of them, and builds the sdist.
 test-dist: dist
-	$(BIN)/python -m pytest tests/packages
+	$(BIN)/python -m pytest tests/dist
 
 # The site reads the sources, so that it needs neither torch nor vLLM. NWOR_REPO_URL=https://FORGE/OWNER/NAME links to
 # them. To look at it: python -m http.server --directory build/site

@@ -44,7 +44,7 @@ NEEDED = ["filelock", "fsspec", "jinja2", "networkx", "ninja", "setuptools>=77,<
           "typing-extensions>=4.13"]  # fmt: skip
 TESTS_NEED = ("numpy", "pytest", "pytest-xdist", "hypothesis", "expecttest")
 # tests/gpu and tests/vllm need a GPU and vLLM. The other folders test the checkout itself, or need the demo's packages.
-NOT_HERE = ["tests/gpu", "tests/vllm", "tests/packages", "tests/package"]
+NOT_HERE = ["tests/gpu", "tests/vllm", "tests/dist", "tests/package"]
 ARCHITECTURE = "9.0"
 LOADED = """
 import json, nwor_ops, torch

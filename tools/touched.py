@@ -90,9 +90,7 @@ def files_for(paths: list[str]) -> list[str]:
 def main(arguments: list[str]) -> int:
     paths = changed()
     whole = [
-        path
-        for path in paths
-        if re.fullmatch(r"tests/(?!gpu/|packages/)\w+/test_\w+\.py", path) and (ROOT / path).exists()
+        path for path in paths if re.fullmatch(r"tests/(?!gpu/|dist/)\w+/test_\w+\.py", path) and (ROOT / path).exists()
     ]
     others = [path for path in files_for(paths) if path not in whole]
     worst = 0

@@ -210,9 +210,9 @@ def is_example(command: str) -> bool:
 TESTS = {
     "nwor-ops doctor": "tests/package/test_cli.py",
     "nwor-ops verify --minutes 1": "tests/package/test_verify.py",
-    "pip install --no-build-isolation '.[cli]'": "tests/packages/test_packages.py",
-    'echo "torch==2.13.0+cpu" > constraint.txt': "tests/packages/test_packages.py",
-    "pip install nwor_ops-0.1.0.tar.gz": "tests/packages/test_packages.py",
+    "pip install --no-build-isolation '.[cli]'": "tests/dist/test_packages.py",
+    'echo "torch==2.13.0+cpu" > constraint.txt': "tests/dist/test_packages.py",
+    "pip install nwor_ops-0.1.0.tar.gz": "tests/dist/test_packages.py",
 }
 
 
