@@ -45,7 +45,7 @@ CPP := csrc/*.h csrc/*.cpp csrc/common/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda
 
 # Make deletes the target of a recipe that fails or is interrupted.
 .DELETE_ON_ERROR:
-.PHONY: setup demo test lint types build test-cpu test-vllm format clean
+.PHONY: setup demo test lint types build test-vllm format clean
 .PHONY: docs check test-isa test-nightly matrix next-vllm dist test-dist
 
 export TORCH_INDEX MATRIX_WHEELS
@@ -101,11 +101,11 @@ test: lint types build
 	@echo "== tests, those with a real vLLM engine too"
 	$(PYTEST) --device cpu tests --ignore=tests/gpu
 
-build test test-cpu test-vllm test-nightly: EARLY_CUDA = $(NWOR_BUILD_CUDA)
+build test test-vllm test-nightly: EARLY_CUDA = $(NWOR_BUILD_CUDA)
 
 # Without a GPU, compile the CUDA code only for sm_90, which uses every branch.
 ifeq ($(shell command -v nvidia-smi),)
-test test-cpu test-vllm test-nightly: export TORCH_CUDA_ARCH_LIST ?= 9.0
+test test-vllm test-nightly: export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 
 # Run this after each change. It takes at most three minutes.
@@ -124,11 +124,6 @@ lint: $(READY)
 types: $(READY)
 	@echo "== types"
 	$(BIN)/mypy
-
-# Either kind alone.
-test-cpu: build
-	@echo "== tests"
-	$(PYTEST) --device cpu tests --ignore=tests/vllm --ignore=tests/gpu
 
 test-vllm: build
 	@echo "== tests with a real vLLM engine"
