@@ -121,7 +121,7 @@ def _prepare(options: BenchOptions) -> Any:
     os.environ.update(options.settings(OURS))
     try:
         config = preview.configure(options.arguments)
-        verdicts = () if options.control else preview.look(options.arguments).verdicts
+        predictions = () if options.control else preview.look(options.arguments).predictions
     except preview.InvalidEngine as error:
         raise Stopped(Outcome.ENGINE, f"vLLM refuses these arguments: {error}") from None
     except ValueError as error:
@@ -129,11 +129,11 @@ def _prepare(options: BenchOptions) -> Any:
     finally:
         os.environ.clear()
         os.environ.update(found)
-    for verdict in verdicts:
-        if verdict.feature == options.verdict_name and not verdict.runs:
+    for prediction in predictions:
+        if prediction.feature == options.feature_name and not prediction.runs:
             why = "; ".join(f"{reason.why} ({reason.change})" if reason.change else reason.why
-                            for reason in verdict.reasons)  # fmt: skip
-            raise Stopped(Outcome.REFUSED, f"{options.verdict_name} will be refused: {why}")
+                            for reason in prediction.reasons)  # fmt: skip
+            raise Stopped(Outcome.REFUSED, f"{options.feature_name} will be refused: {why}")
     longest, asked = config.model_config.max_model_len, options.input_tokens + (options.output_tokens or OUTPUT_TOKENS)
     if options.prompts == RANDOM and asked > longest:
         raise Stopped(
@@ -318,7 +318,7 @@ def _describe(options: BenchOptions, config: Any, servers: Servers, loads: Seque
     return {
         "exit_code": (Outcome.MEASURED if comparable else Outcome.NOT_COMPARABLE).value,
         "command": shlex.join(["nwor-ops", *sys.argv[1:]]),
-        "feature": options.verdict_name,
+        "feature": options.feature_name,
         "control": options.control,
         "model": config.model_config.model,
         "versions": _versions(),

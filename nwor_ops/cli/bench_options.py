@@ -56,14 +56,14 @@ class BenchOptions:
     control: bool = False
 
     @property
-    def verdict_name(self) -> str:
+    def feature_name(self) -> str:
         """The feature's name in ``nwor-ops check``."""
         return {TRANSACTION: self.mode, DRAFT: "draft graphs", RECURRENT: "one state"}[self.feature]
 
     @property
     def titles(self) -> dict[str, str]:
         """A name of each side, for output."""
-        return {VANILLA: VANILLA, OURS: "vanilla again" if self.control else self.verdict_name}
+        return {VANILLA: VANILLA, OURS: "vanilla again" if self.control else self.feature_name}
 
     @property
     def switch(self) -> dict[str, str]:

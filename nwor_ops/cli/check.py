@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nwor_ops.vllm.preview import Preview, Verdict
+from nwor_ops.vllm.preview import Prediction, Preview
 
 
 class Outcome(enum.IntEnum):
@@ -29,7 +29,7 @@ def outcome_of(preview: Preview) -> Outcome:
 
 
 def as_json(preview: Preview) -> str:
-    features = [asdict(verdict) | {"runs": verdict.runs} for verdict in preview.verdicts]
+    features = [asdict(prediction) | {"runs": prediction.runs} for prediction in preview.predictions]
     found = {"exit_code": outcome_of(preview).value, "engine": preview.engine, "features": features}
     return json.dumps(found | {"costs_unknown": preview.costs_unknown}, indent=2)
 
@@ -48,33 +48,38 @@ def print_preview(preview: Preview, console: Console) -> None:
         soft_wrap=True,
     )
     table = Table(box=box.SIMPLE, pad_edge=False)
-    for column in ("feature", "switched on", "verdict", "why; which argument changes it"):
+    for column in ("feature", "switched on", "prediction", "why; which argument changes it"):
         table.add_column(column)
-    for verdict in preview.verdicts:
+    for prediction in preview.predictions:
         table.add_row(
-            verdict.feature, "yes" if verdict.switched_on else "no", _in_a_word(verdict), escape(_reasons(verdict))
+            prediction.feature,
+            "yes" if prediction.switched_on else "no",
+            _in_a_word(prediction),
+            escape(_reasons(prediction)),
         )
     console.print(table)
-    for verdict in preview.verdicts:
-        for line in _costs(verdict.costs):
-            console.print(f"{verdict.feature}: {line}", soft_wrap=True)
+    for prediction in preview.predictions:
+        for line in _costs(prediction.costs):
+            console.print(f"{prediction.feature}: {line}", soft_wrap=True)
     if preview.costs_unknown:
         console.print(f"The costs are missing or incomplete: {escape(preview.costs_unknown)}", soft_wrap=True)
-    for verdict in preview.verdicts:
-        if verdict.switched_on and verdict.at_start:
-            unknown = escape("; ".join(verdict.at_start))
-            console.print(f"Only a start can tell for {verdict.feature}: {unknown}.", soft_wrap=True)
+    for prediction in preview.predictions:
+        if prediction.switched_on and prediction.at_start:
+            unknown = escape("; ".join(prediction.at_start))
+            console.print(f"Only a start can tell for {prediction.feature}: {unknown}.", soft_wrap=True)
     console.print(_conclusion(preview), soft_wrap=True)
 
 
-def _in_a_word(verdict: Verdict) -> str:
-    if verdict.runs:
-        return "[green]will run[/]" if verdict.switched_on else "would run"
-    return "[bold red]will be refused[/]" if verdict.switched_on else "would be refused"
+def _in_a_word(prediction: Prediction) -> str:
+    if prediction.runs:
+        return "[green]will run[/]" if prediction.switched_on else "would run"
+    return "[bold red]will be refused[/]" if prediction.switched_on else "would be refused"
 
 
-def _reasons(verdict: Verdict) -> str:
-    return "\n".join(f"{reason.why} ({reason.change})" if reason.change else reason.why for reason in verdict.reasons)
+def _reasons(prediction: Prediction) -> str:
+    return "\n".join(
+        f"{reason.why} ({reason.change})" if reason.change else reason.why for reason in prediction.reasons
+    )
 
 
 def _costs(costs: dict[str, Any]) -> list[str]:
@@ -95,12 +100,12 @@ def _costs(costs: dict[str, Any]) -> list[str]:
 
 
 def _conclusion(preview: Preview) -> str:
-    on = [verdict.feature for verdict in preview.verdicts if verdict.switched_on]
+    on = [prediction.feature for prediction in preview.predictions if prediction.switched_on]
     if not on:
         return "Nothing is switched on: set VLLM_NWOR_MODE, VLLM_NWOR_DRAFT_GRAPHS or VLLM_NWOR_RECURRENT."
     if not preview.refused:
         return f"[bold green]No check refuses {', '.join(on)}.[/]"
-    names = ", ".join(verdict.feature for verdict in preview.refused)
+    names = ", ".join(prediction.feature for prediction in preview.refused)
     if preview.engine["on_unsupported"] == "vanilla":
         return f"[bold red]The engine will start without {names}.[/]"
     return f"[bold red]The engine will not start: {names} will be refused.[/]"

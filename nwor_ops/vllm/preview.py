@@ -62,7 +62,7 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Prediction:
     """The prediction for one feature.
 
     Attributes:
@@ -89,13 +89,13 @@ class Preview:
     """A summary of the engine, a prediction for each feature, and the reason if costs are missing or incomplete."""
 
     engine: dict[str, Any]
-    verdicts: tuple[Verdict, ...]
+    predictions: tuple[Prediction, ...]
     costs_unknown: str | None = None
 
     @property
-    def refused(self) -> tuple[Verdict, ...]:
+    def refused(self) -> tuple[Prediction, ...]:
         """The features that are switched on and will be refused."""
-        return tuple(verdict for verdict in self.verdicts if verdict.switched_on and not verdict.runs)
+        return tuple(prediction for prediction in self.predictions if prediction.switched_on and not prediction.runs)
 
 
 # ---------------------------------------------------------------- the device
@@ -248,11 +248,11 @@ def look(arguments: Sequence[str], cache_bytes: int | None = None, machine: Mach
             costs_unknown = f"the model's layers could not be created without memory: {_first_sentence(error)}"
         if layers is not None and layers.drafter_missing is not None:
             costs_unknown = f"the drafter's layers could not be created without memory: {layers.drafter_missing}"
-    verdicts = []
+    predictions = []
     for feature in FEATURES:
         reasons = tuple(_reasons(feature, vllm_config, device, layers, machine))
-        verdict = Verdict(feature, _switched_on(feature, settings), reasons)
-        if verdict.runs:
+        prediction = Prediction(feature, _switched_on(feature, settings), reasons)
+        if prediction.runs:
             try:
                 costs = _costs(feature, vllm_config, layers, cache_bytes, arguments)
             except Exception as error:
@@ -262,9 +262,9 @@ def look(arguments: Sequence[str], cache_bytes: int | None = None, machine: Mach
                 at_start += ("the compiled library and the version of vLLM on that machine",)
             if not machine.modules_import:
                 at_start += ("vLLM's hooks: this vLLM is a CPU build, so they cannot be compared for CUDA",)
-            verdict = replace(verdict, costs=costs, at_start=at_start)
-        verdicts.append(verdict)
-    return Preview(_in_short(vllm_config, settings), tuple(verdicts), costs_unknown)
+            prediction = replace(prediction, costs=costs, at_start=at_start)
+        predictions.append(prediction)
+    return Preview(_in_short(vllm_config, settings), tuple(predictions), costs_unknown)
 
 
 def _switched_on(feature: str, settings: NworConfig) -> bool:

@@ -15,16 +15,7 @@ SUFFIXES = {".py", ".md", ".h", ".cpp", ".cu", ".yml", ".toml"}
 RETIRED: dict[str, tuple[str, ...]] = {
     r"spare (?:block|page)s?": (),
     r"\bjudge[sd]?\b": (),
-    r"\bverdicts?\b": (
-        "bench.py",
-        "test_bench.py",
-        "test_bench_servers.py",
-        "check.py",
-        "preview.py",
-        "test_check.py",
-        "test_check_gpu.py",
-        "commands.md",
-    ),  # the result for a feature
+    r"\bverdicts?\b": (),
     r"\b(?:falls?|falling|fell) back\b": (),
     r"\b(?:wrap_once|put_around)\b": (),
     r"\bpipeline stages?\b": (),

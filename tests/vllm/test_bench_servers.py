@@ -43,7 +43,11 @@ def prepared(
 
 
 def reasons(arguments: list[str]) -> dict[str, str]:
-    return {verdict.feature: verdict.reasons[0].why for verdict in look(arguments).verdicts if verdict.reasons}
+    return {
+        prediction.feature: prediction.reasons[0].why
+        for prediction in look(arguments).predictions
+        if prediction.reasons
+    }
 
 
 def test_what_the_plugin_refuses_is_refused_with_its_reason(engines: Engines) -> None:

@@ -18,7 +18,7 @@ from test_hybrid import QWEN3_NEXT
 
 from nwor_ops.cli.check import Outcome, as_json, outcome_of, print_preview
 from nwor_ops.cli.verify_engine import SMALL_ENGINE
-from nwor_ops.vllm.preview import Preview, Reason, Verdict, configure, look
+from nwor_ops.vllm.preview import Prediction, Preview, Reason, configure, look
 from nwor_ops.vllm.support.refusals import REFUSALS
 
 # The arguments of vllm serve for the engines of these tests.
@@ -40,8 +40,8 @@ def looked(arguments: Sequence[str], environment: dict[str, str]) -> dict[str, A
     return json.loads(as_json(look(arguments)))
 
 
-def verdicts(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {verdict["feature"]: verdict for verdict in found["features"]}
+def predictions(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {prediction["feature"]: prediction for prediction in found["features"]}
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
@@ -49,9 +49,9 @@ def test_the_costs_are_those_of_the_engine(engines: Engines, mode: str) -> None:
     engine = engines.start(prompts(2), nwor={"mode": mode}, max_tokens=8)
     found = engines.submit(looked, [model_folder(), *ARGUMENTS, *SPECULATION], {"VLLM_NWOR_MODE": mode}).result()
     assert (found["exit_code"], found["costs_unknown"]) == (0, None)
-    verdict = verdicts(found)[mode]
-    assert (verdict["switched_on"], verdict["runs"], verdict["reasons"]) == (True, True, [])
-    described, costs = engine.result()["session"]["describe"], verdict["costs"]
+    prediction = predictions(found)[mode]
+    assert (prediction["switched_on"], prediction["runs"], prediction["reasons"]) == (True, True, [])
+    described, costs = engine.result()["session"]["describe"], prediction["costs"]
     if mode == "cow":
         assert f"log {costs['undo_log_bytes'] / 2**20:.1f} MiB" in described
     else:
@@ -67,7 +67,7 @@ def test_a_refusal_is_that_of_the_engine_and_names_the_argument(engines: Engines
     arguments = [model_folder(), *ARGUMENTS, *SPECULATION, "--kv-transfer-config", json.dumps(CONNECTOR)]
     found = engines.submit(looked, arguments, {"VLLM_NWOR_MODE": "cow"}).result()
     assert found["exit_code"] == Outcome.REFUSED
-    [reason] = verdicts(found)["cow"]["reasons"]
+    [reason] = predictions(found)["cow"]["reasons"]
     assert reason["change"] == "--kv-transfer-config"
     with pytest.raises(RuntimeError, match=re.escape(f"nwor: {reason['why']} (mode cow was asked for")):
         engines.run(prompts(1), nwor={"mode": "cow"}, kv_transfer_config=CONNECTOR)
@@ -76,7 +76,7 @@ def test_a_refusal_is_that_of_the_engine_and_names_the_argument(engines: Engines
 def test_an_engine_that_does_not_speculate_has_no_feature_but_one_state(engines: Engines) -> None:
     found = engines.submit(looked, [model_folder(), *ARGUMENTS], {"VLLM_NWOR_MODE": "stage"}).result()
     assert found["exit_code"] == Outcome.REFUSED
-    reasons = {verdict["feature"]: verdict["reasons"] for verdict in found["features"]}
+    reasons = {prediction["feature"]: prediction["reasons"] for prediction in found["features"]}
     of_one_state = [reason["why"] for reason in reasons.pop("one state")]
     assert of_one_state
     assert not any("speculate" in why for why in of_one_state)
@@ -87,10 +87,10 @@ def test_an_engine_that_does_not_speculate_has_no_feature_but_one_state(engines:
 def test_a_cache_without_room_for_the_shadow_pages_is_refused(engines: Engines) -> None:
     arguments = [model_folder(), *ARGUMENTS, *SPECULATION, "--max-num-seqs", "64"]
     found = engines.submit(looked, arguments, {"VLLM_NWOR_MODE": "stage"}).result()
-    [reason] = verdicts(found)["stage"]["reasons"]
+    [reason] = predictions(found)["stage"]["reasons"]
     assert reason["why"].startswith("mode stage withholds 128 blocks")
     assert reason["change"] == "--max-num-seqs, --max-model-len"
-    assert verdicts(found)["cow"]["runs"]
+    assert predictions(found)["cow"]["runs"]
 
 
 # ---------------------------------------------------------------- a GPU that is not here
@@ -130,17 +130,17 @@ def test_a_gpu_that_is_not_here_is_configured_as_if_it_were(tmp_path: pathlib.Pa
     graphed, eager, offloaded = map(json.loads, lines)
     assert (graphed["engine"]["device"], graphed["engine"]["runner"]) == ("cuda", "V2")
     assert "this vLLM is a CPU build" in graphed["costs_unknown"]
-    verdict = verdicts(graphed)["draft graphs"]
-    assert (graphed["exit_code"], verdict["runs"]) == (0, True)
-    counts = verdict["costs"]["request_counts_with_graphs"]
-    assert verdict["costs"]["graphs_at_most"] == 2 * len(counts)
+    prediction = predictions(graphed)["draft graphs"]
+    assert (graphed["exit_code"], prediction["runs"]) == (0, True)
+    counts = prediction["costs"]["request_counts_with_graphs"]
+    assert prediction["costs"]["graphs_at_most"] == 2 * len(counts)
     assert counts[-1] == 1
-    assert any("cannot be compared for CUDA" in line for line in verdict["at_start"])
-    [reason] = verdicts(eager)["draft graphs"]["reasons"]
+    assert any("cannot be compared for CUDA" in line for line in prediction["at_start"])
+    [reason] = predictions(eager)["draft graphs"]["reasons"]
     assert (eager["exit_code"], reason["change"]) == (3, "without --enforce-eager; --compilation-config")
-    [reason] = verdicts(offloaded)["draft graphs"]["reasons"]
+    [reason] = predictions(offloaded)["draft graphs"]["reasons"]
     assert (offloaded["exit_code"], reason["change"]) == (3, "without --cpu-offload-gb")
-    assert not verdicts(graphed)["one state"]["runs"]
+    assert not predictions(graphed)["one state"]["runs"]
 
 
 CONFIGURED = """
@@ -209,19 +209,21 @@ def test_a_mistake_is_in_the_json_too(arguments: tuple[str, ...], code: int, com
     assert done.stderr.startswith("1/1 checking the engine's arguments ...\n")
 
 
-def printed(*verdicts: Verdict, on_unsupported: str = "error") -> str:
+def printed(*predictions: Prediction, on_unsupported: str = "error") -> str:
     rich = pytest.importorskip("rich.console")
     engine = {"vllm": "0.33.0", "device": "cuda", "runner": "V2", "model": "m", "architecture": "LlamaForCausalLM",
               "method": "ngram", "num_speculative_tokens": 4, "on_unsupported": on_unsupported}  # fmt: skip
     console = rich.Console(width=140, record=True, file=io.StringIO())
-    print_preview(Preview(engine, verdicts), console)
+    print_preview(Preview(engine, predictions), console)
     return console.export_text()
 
 
 def test_the_last_line_says_what_the_engine_will_do() -> None:
-    refused = Verdict("stage", True, (Reason("the cache is too small", "--max-num-seqs"),))
-    off = Verdict("draft graphs", False, (Reason("the method has its own graphs"),))
-    runs = Verdict("one state", True, costs={"request_bytes": 2**21, "request_bytes_of_vllm": 2**23}, at_start=("x",))
+    refused = Prediction("stage", True, (Reason("the cache is too small", "--max-num-seqs"),))
+    off = Prediction("draft graphs", False, (Reason("the method has its own graphs"),))
+    runs = Prediction(
+        "one state", True, costs={"request_bytes": 2**21, "request_bytes_of_vllm": 2**23}, at_start=("x",)
+    )
     text = printed(refused, off, runs)
     assert text.endswith("The engine will not start: stage will be refused.\n")
     assert "the cache is too small (--max-num-seqs)" in text

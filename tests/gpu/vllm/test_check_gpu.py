@@ -51,10 +51,10 @@ def test_the_costs_of_a_hybrid_engine_are_those_that_it_logs(tmp_path: Any, mode
     size = ("--kv-cache-memory-bytes", str(1 << 30), "--speculative-config", json.dumps(speculation))
     found = checked(folder, environment, *arguments, *size)
     assert found["costs_unknown"] is None
-    [verdict] = [verdict for verdict in found["features"] if verdict["switched_on"]]
+    [prediction] = [prediction for prediction in found["features"] if prediction["switched_on"]]
     log = started(environment, model=folder, max_num_seqs=seqs, max_model_len=512,
                   load_format="dummy", kv_cache_memory_bytes=1 << 30, speculative_config=speculation)  # fmt: skip
-    costs = verdict["costs"]
+    costs = prediction["costs"]
     if mode == "cow":
         logged = float(re.search(r"log ([\d.]+) MiB", log)[1])
         # The log is rounded to 0.1 MiB. The drafter's layers are reserved for and get no log.
@@ -76,7 +76,7 @@ def test_the_graphs_of_a_draft_model_are_those_that_the_engine_captures(tmp_path
     speculation = {"method": "draft_model", "model": folder, "num_speculative_tokens": 4}
     environment = {"VLLM_NWOR_DRAFT_GRAPHS": "1"}
     found = checked(folder, environment, "--max-num-seqs", "8", "--speculative-config", json.dumps(speculation))
-    [verdict] = [verdict for verdict in found["features"] if verdict["switched_on"]]
+    [prediction] = [prediction for prediction in found["features"] if prediction["switched_on"]]
     log = started(environment, model=folder, max_num_seqs=8, speculative_config=speculation)
     captured = int(re.search(r"draft graphs: active: (\d+) graphs", log)[1])
-    assert 0 < captured <= verdict["costs"]["graphs_at_most"]
+    assert 0 < captured <= prediction["costs"]["graphs_at_most"]
