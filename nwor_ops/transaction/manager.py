@@ -46,7 +46,7 @@ from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.layers import Layer, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Recovery, Redirects
 from nwor_ops.transaction.shadow_pages import ShadowPages
-from nwor_ops.transaction.state import State, Stateful, is_capturing, raises_behind_launches
+from nwor_ops.transaction.state import State, Stateful, is_capturing, raises_after_launches
 from nwor_ops.transaction.undo_log import UndoLog
 from nwor_ops.transaction.window import Window, WindowBuffers
 from nwor_ops.validation import explained
@@ -572,7 +572,7 @@ class DraftCommitManager(Stateful[Layer]):
                     self._bound.num_rows[0] = -1 if drafts is None else drafts
                     self._determine_outcome(commit_tokens_bound, draft_token_ids, sampled_token_ids, handle)
             except Exception as error:
-                if raises_behind_launches(self.buffers.counters):
+                if raises_after_launches(self.buffers.counters):
                     self._take_back_counts()  # no row was moved: the next commit determines the outcome again
                 ids = {"draft_token_ids": draft_token_ids, "sampled_token_ids": sampled_token_ids}
                 raise explained(own_error(error), validation.tensors, "commit", **ids) from None
@@ -591,7 +591,7 @@ class DraftCommitManager(Stateful[Layer]):
         if (
             bound.commit_tokens is None
             and window.num_requests == bound.most_requests
-            and not raises_behind_launches(self.buffers.counters)
+            and not raises_after_launches(self.buffers.counters)
         ):
             outcome = bind("reject_rows", begun=bound.begin, **self._outcome(draft_token_ids, sampled_token_ids))
             bound.commit_tokens = self.recovery.bind_close_after(window, self._redirects, outcome)

@@ -89,6 +89,6 @@ def waits_for_checks(tensor: Tensor) -> bool:
     return _DEBUG_SYNC and not torch.compiler.is_compiling() and not is_capturing(tensor)
 
 
-def raises_behind_launches(tensor: Tensor) -> bool:
+def raises_after_launches(tensor: Tensor) -> bool:
     """Return whether an op on this tensor may raise after its kernel has run: on CUDA in debug mode."""
     return tensor.is_cuda and waits_for_checks(tensor)

@@ -80,7 +80,7 @@ def test_a_launch_that_raises_after_the_outcome_is_known(monkeypatch, mode, end,
     engine, untroubled = Engine(KINDS, mode), Engine(KINDS, mode)
     batch, other = a_step(engine), a_step(untroubled)
     getattr(untroubled.manager, then)(*(outcome_of(other, then) if then == "commit" else ()))
-    monkeypatch.setattr(nwor_ops.transaction.manager, "raises_behind_launches", lambda counters: True)
+    monkeypatch.setattr(nwor_ops.transaction.manager, "raises_after_launches", lambda counters: True)
     with raising_after_launch(error), pytest.raises(error):
         getattr(engine.manager, end)(*outcome_of(batch, end))
     if then == "commit":

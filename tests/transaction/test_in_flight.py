@@ -185,7 +185,7 @@ def test_a_failed_settle_counts_no_draft_twice(then: str) -> None:
 
 def test_a_settle_that_raises_after_its_launch_counts_no_draft_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA in debug mode a call can raise after its launch."""
-    monkeypatch.setattr(nwor_ops.transaction.manager, "raises_behind_launches", lambda counters: True)
+    monkeypatch.setattr(nwor_ops.transaction.manager, "raises_after_launches", lambda counters: True)
     layers = InFlight(windows=2)
     first, _ = layers.batches(FIRST, SECOND)
     deferred = layers.run(first)
