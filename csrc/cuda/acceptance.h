@@ -9,9 +9,9 @@ namespace {
 
 // ---------------------------------------------------------------- cumulative arrays
 
-// Returns the first i in [0, length) with element(i) > value, or `length` if no element is larger. If element(i) is
-// the number of drafts of requests 0 to i, the result is the request of draft `value`. Requests without
-// drafts are never returned. Numbers of requests fit 32 bits.
+// Returns the first i in [0, length) with element(i) > value, or `length` if no element is larger. If
+// element(i) is the number of drafts of requests 0 to i, the result is the request of draft `value`. Requests
+// without drafts are never returned. Numbers of requests fit 32 bits.
 template <class Element>
 __device__ int64_t first_above(const Element& element, int64_t length, int64_t value) {
     uint32_t low = 0, high = static_cast<uint32_t>(length);

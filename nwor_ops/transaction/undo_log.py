@@ -86,11 +86,7 @@ class UndoLog(BoundToMemory):
         ]
         planes = ((found, plane) for found in classes for plane in found.of.planes)
         for launch, (found, _) in zip(launches, planes, strict=True):
-            try:  # no row is rejected, so nothing is written
-                ops.restore_slots(*_restore_arguments(launch, buffers, None).values())
-            except (ValueError, TypeError, IndexError) as error:
-                names = ", ".join(map(repr, found.of.names))
-                raise type(error)(f"allocate: layers {names} could not be restored: {error}") from error
+            _try_restore(launch, buffers, found.of.names)
         # Assigned together, so that a failed allocation can be repeated.
         self.classes, self.launches, self._buffers = classes, launches, buffers
         self._of_layer = {
@@ -227,6 +223,15 @@ def _restore_arguments(launch: Launch, buffers: WindowBuffers, num_drafts: int |
         "num_rows": num_drafts,
         "plane_table": table,
     }
+
+
+def _try_restore(launch: Launch, buffers: WindowBuffers, names: Sequence[str]) -> None:
+    """Check the arguments of a restore before any window. No row is rejected, so nothing is written."""
+    try:
+        ops.restore_slots(*_restore_arguments(launch, buffers, None).values())
+    except (ValueError, TypeError, IndexError) as error:
+        layers = ", ".join(map(repr, names))
+        raise type(error)(f"allocate: layers {layers} could not be restored: {error}") from error
 
 
 def _new_log(plane: Plane, layers: int, rows: int) -> Tensor:

@@ -36,7 +36,15 @@ from processes import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import one_thread  # noqa: F401
 
-from nwor_ops.drafter import DispatchTable, DraftBuffers, DraftLoop, DraftSampler, GraphKey, keys_of_token_counts
+from nwor_ops.drafter import (
+    DispatchTable,
+    DraftBuffers,
+    DraftLoop,
+    DraftMetadata,
+    DraftSampler,
+    GraphKey,
+    keys_of_token_counts,
+)
 from nwor_ops.drafter.graphs import places_of, require_unmoved
 
 NUM_DRAFTS = (1, 2, 3, 5, 8)
@@ -142,6 +150,24 @@ def test_fewer_drafts(mode):
         assert (drafter.buffers.draft_tokens[:, num_drafts:] == NEVER).all()
         assert steps == [GraphKey(8, 7)] + [GraphKey(8)] * (num_drafts - 1)
         require_only_own_slots_written(drafter, batch)
+
+
+class NoMetadata(DraftMetadata):
+    def build(self, key, num_reqs, step, capturing=False): ...
+
+    def update(self, key, metadata): ...
+
+
+def test_buffers_with_more_columns_than_drafts():
+    """The result has K columns, without those that hold older data."""
+    buffers = DraftBuffers.allocate(max_num_reqs=1, num_drafts=5, device="cpu")
+    buffers.draft_tokens.fill_(NEVER)
+    buffers.idx_mapping[0], buffers.draft_tokens[0, 0], buffers.input_ids[0] = 0, 5, 5
+    loop = DraftLoop(
+        lambda key, _: buffers.input_ids[: key.num_tokens] + 1, lambda _, output: output, buffers, NoMetadata(),
+        num_drafts=3, max_len=16,
+    )  # fmt: skip
+    assert loop.run(num_reqs=1).tolist() == [[5, 6, 7]]
 
 
 def test_stale_metadata_would_be_seen():

@@ -246,6 +246,28 @@ def test_another_vllm_and_a_plugin_that_is_left_out_are_not_ok():
 # ---------------------------------------------------------------- mistakes on the command line
 
 
+@pytest.mark.parametrize(("closed", "options"), [(1, ()), (2, ("--json",))])
+def test_a_closed_stream(closed, options):
+    """The other stream has what it has with both."""
+    command = f'exec "$0" -m nwor_ops doctor {" ".join(options)} {closed}>&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    if closed == 2:
+        assert json.loads(done.stdout)["usable"]
+
+
+def test_a_path_that_the_encoding_lacks(tmp_path):
+    found = run_cli("verify", "--minutes", "0", "--output", str(tmp_path / "café.tar.gz"), PYTHONIOENCODING="ascii")
+    assert found.returncode == 0, found.stderr
+    assert r"caf\xe9.tar.gz" in found.stdout
+
+
+def test_verify_without_a_home_folder(tmp_path):
+    found = run_cli("verify", "--minutes", "0", "--output", str(tmp_path / "report.tar.gz"), HOME="~nobody-at-all")
+    assert found.returncode == 0, found.stderr
+
+
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_a_full_disk_is_said_without_a_traceback(options):
     with open("/dev/full", "w") as full:

@@ -74,7 +74,8 @@ def raising_after_launch(error: type[Exception]) -> Iterator[None]:
         yield
 
 
-OURS = tuple(os.path.join(os.path.dirname(nwor_ops.__file__), folder, "") for folder in ("transaction", "ops", "recurrent"))
+FOLDERS = ("transaction", "ops", "recurrent")
+OURS = tuple(os.path.join(os.path.dirname(nwor_ops.__file__), folder, "") for folder in FOLDERS)
 
 
 class Interrupts:
