@@ -291,7 +291,7 @@ def check(run: Run, answers: Answers) -> None:
             del answers[side, count]
 
 
-def profile(run: Run, requests: Sequence[int], options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+def profile(run: Run, requests: Sequence[int]) -> tuple[list[Row], dict[str, Any]]:
     """The rows, and what they are made of."""
     rows: list[Row] = []
     raw: dict[str, Any] = {}
@@ -387,7 +387,7 @@ def main() -> int:
             save(rows, options)
             raw: dict[str, Any] = {f"{side} {count}": runs for (side, count), runs in answers.items()}
             if options.profile and not options.small:
-                profiled, found = profile(run, requests, options)
+                profiled, found = profile(run, requests)
                 rows, raw = rows + profiled, raw | found
                 save(rows, options)
             (folder / "answers.json").write_text(json.dumps(raw) + "\n")

@@ -11,5 +11,5 @@ def difference(**pairs: tuple[Tensor, object]) -> str | None:
     for name, (result, expected) in pairs.items():
         wanted = torch.as_tensor(expected, dtype=result.dtype, device=result.device)
         if result.shape != wanted.shape or not torch.equal(result, wanted):
-            return f"{name} has a wrong value; run the test suite (pytest tests) and report it"
+            return f"{name} has a wrong value; run nwor-ops verify and attach its archive to a bug report"
     return None

@@ -252,6 +252,8 @@ class DraftCommitManager(Stateful[Layer]):
 
         Raises:
             RuntimeError: no layer is registered, or the manager is allocated already.
+            ValueError, IndexError: in mode ``"cow"``: the planes of a layer cannot be restored, for example because
+                elements overlap.
             ValueError: in mode ``"stage"``: a group has too few pages, or layers with different pages; groups share
                 memory and shadow pages; or ``shadow_blocks`` names a group without layers.
         """

@@ -254,8 +254,8 @@ def poisoned_plan(rows: int) -> Tensor:
 
 
 CURSORS: tuple[tuple[int, ...], ...] = ((0, 0), (3, 0), (2, 1), (0, 1), (1, 0), (0, 0))
-# Of rings of five rows with windows of three.
 CHUNK_CURSORS = ((0, 0, 0), (3, 6, 15), (2, 20, 14), (0, 1, 4), (1, 0, 3), (0, 0, 0))  # rings of 18 rows, chunks of 16
+# Cursors of rings of five rows, with windows of three tokens.
 RING_CURSORS = ((0, 0, 0), (3, 6, 2), (2, 1, 0), (0, 1, 4), (1, 0, 3), (0, 0, 0))
 
 
