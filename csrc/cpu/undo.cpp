@@ -40,6 +40,12 @@ void run(const LogArguments& l, const Cpu&) {
 
 // ---------------------------------------------------------------- restore_slots
 
+// Returns whether a layer has logged this row in the window.
+bool is_logged(const RestoreArguments& r, int64_t layer, int64_t row) {
+    return r.row_windows.rows == nullptr ||
+           r.row_windows.rows[layer * r.windows_layer_stride + row] == *r.row_windows.window_id;
+}
+
 template <class Raw>
 void restore_rows(const RestoreArguments& r) {
     // Layers and rows share one parallel region, so that a few rows of many layers still use all threads.
@@ -51,9 +57,7 @@ void restore_rows(const RestoreArguments& r) {
             const int64_t first = std::max(begin - layer * r.num_rows, int64_t{0});
             const int64_t last = std::min(end - layer * r.num_rows, r.num_rows);
             const auto undone = [&](int64_t row) {
-                return r.row_slots[row] >= 0 && r.row_rejected[row] &&
-                       (r.row_windows.rows == nullptr ||
-                        r.row_windows.rows[layer * r.windows_layer_stride + row] == *r.row_windows.window_id);
+                return r.row_slots[row] >= 0 && r.row_rejected[row] && is_logged(r, layer, row);
             };
             for (int64_t row = first, together = 1; row < last; row += together) {
                 together = 1;
@@ -76,20 +80,15 @@ void restore_rows(const RestoreArguments& r) {
     });
 }
 
-// Returns whether a layer has logged this row in the window. Other rows are not restored, so their slots may
-// be those of other caches.
-bool is_logged(const RestoreArguments& r, int64_t row) {
-    if (r.row_windows.rows == nullptr) return true;
-    for (int64_t layer = 0; layer < r.planes.count(); ++layer)
-        if (r.row_windows.rows[layer * r.windows_layer_stride + row] == *r.row_windows.window_id) return true;
-    return false;
-}
-
+// Checks the rows that some layer restores. The slots of other rows may be those of other caches.
 void check_rejected_slots(const RestoreArguments& r, const bool* row_rejected) {
+    const auto is_restored = [&](int64_t row) {
+        for (int64_t layer = 0; row_rejected[row] && layer < r.planes.count(); ++layer)
+            if (is_logged(r, layer, row)) return true;
+        return false;
+    };
     check_each(r.op, r.num_rows, [&](int64_t row) {
-        return row_rejected[row] && is_logged(r, row)
-                   ? problem_of_slot(kRowSlots, row, r.row_slots[row], r.planes.view)
-                   : Found{};
+        return is_restored(row) ? problem_of_slot(kRowSlots, row, r.row_slots[row], r.planes.view) : Found{};
     });
     if (r.num_rows > 0) check_page_table(r.op, r.page_offsets, r.planes.view);
 }

@@ -84,9 +84,9 @@ class UndoLog(BoundToMemory):
             for found in classes
             for plane, caches, log in zip(found.of.planes, found.of.caches, found.logs, strict=True)
         ]
-        planes = ((found, plane) for found in classes for plane in found.of.planes)
-        for launch, (found, _) in zip(launches, planes, strict=True):
-            _try_restore(launch, buffers, found.of.names)
+        names = [found.of.names for found in classes for _ in found.of.planes]
+        for launch, layers in zip(launches, names, strict=True):
+            _try_restore(launch, buffers, layers)
         # Assigned together, so that a failed allocation can be repeated.
         self.classes, self.launches, self._buffers = classes, launches, buffers
         self._of_layer = {
@@ -230,8 +230,7 @@ def _try_restore(launch: Launch, buffers: WindowBuffers, names: Sequence[str]) -
     try:
         ops.restore_slots(*_restore_arguments(launch, buffers, None).values())
     except (ValueError, TypeError, IndexError) as error:
-        layers = ", ".join(map(repr, names))
-        raise type(error)(f"allocate: layers {layers} could not be restored: {error}") from error
+        raise type(error)(f"allocate: layers {', '.join(map(repr, names))} could not be restored: {error}") from error
 
 
 def _new_log(plane: Plane, layers: int, rows: int) -> Tensor:

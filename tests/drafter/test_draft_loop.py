@@ -159,7 +159,7 @@ class NoMetadata(DraftMetadata):
 
 
 def test_buffers_with_more_columns_than_drafts():
-    """The result has K columns, without those that hold older data."""
+    """The result has K columns. The others hold older data."""
     buffers = DraftBuffers.allocate(max_num_reqs=1, num_drafts=5, device="cpu")
     buffers.draft_tokens.fill_(NEVER)
     buffers.idx_mapping[0], buffers.draft_tokens[0, 0], buffers.input_ids[0] = 0, 5, 5
