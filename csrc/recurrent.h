@@ -19,6 +19,7 @@ template <class Device>
 void register_recurrent(Library& m) {
     NWOR_OP(m, plan_recurrent_window, check_recurrent_window);
     NWOR_OP(m, plan_recurrent_fold, check_recurrent_fold_plan);
+    NWOR_OP(m, plan_recurrent_block_fold, check_recurrent_block_fold);
     NWOR_OP(m, gated_delta_verify, check_verify);
     NWOR_OP(m, gated_delta_fold, check_fold);
 }

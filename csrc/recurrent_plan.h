@@ -251,17 +251,80 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
     return step;
 }
 
-// ---------------------------------------------------------------- plan_recurrent_fold
+// ---------------------------------------------------------------- folds
 
-struct RecurrentFoldPlanArguments {
+// A fold that a caller asks for. A source or target of 0 or less: padding.
+struct RecurrentFold {
+    Found found;  // with a problem, nothing is folded
+    int64_t source, target, num_rows;
+};
+
+// The common arguments of the ops that plan folds.
+struct RecurrentFoldPlan {
     const char* op;
     RecurrentPlan plan;        // [>= E, 4]
     RecurrentCursors cursors;  // [S, 2], or [S, 3] with a ring
     int64_t num_entries;       // E
-    Ids source_slots;          // [E]
-    Ids target_slots;          // [E]
-    const int32_t* num_rows;   // [E]
-    bool keep_source;
+    bool keep_source;          // rows stay pending in a source
+    bool moves_rows;           // rows move to the target with its cursor, and nothing is folded
+};
+
+// The plan of one entry, and what becomes of the cursors of its slots (0 = none). All entries are read before
+// anything is stored.
+struct RecurrentFoldStep {
+    Found found;  // with a problem, the entry is zero and the cursors stay
+    RecurrentEntry entry;
+    int32_t source, target, cleared_source;
+};
+
+// `Arguments` is a RecurrentFoldPlan with `fold_of(entry)`.
+template <class Arguments>
+NWOR_HOST_DEVICE inline RecurrentFoldStep fold_step_of(const Arguments& a, int64_t entry) {
+    RecurrentFoldStep step{};
+    const RecurrentFold fold = a.fold_of(entry);
+    step.found = fold.found;
+    if (fold.found || fold.source <= 0 || fold.target <= 0) return step;
+    const RecurrentCursor cursor = a.cursors[fold.source];
+    const int32_t pending = cursor.rows, first = cursor.first;
+    if (pending < 0 || pending > kMostRecordRows)
+        step.found = {kCursorRows, fold.source, pending, kMostRecordRows};
+    else if (cursor.earlier < 0 || cursor.earlier > kMostRecordRows - pending)
+        step.found = {kCursorRows, fold.source, cursor.earlier, kMostRecordRows - pending};
+    else if (!a.cursors.of_ring() && first != 0 && first != 1)
+        step.found = {kCursorHalf, fold.source, first, 1};
+    else if (a.cursors.of_ring() && (first < 0 || first >= kMostRecordRows))
+        step.found = {kCursorRing, fold.source, first, kMostRecordRows};
+    if (step.found) return step;
+    const int32_t rows = cursor.earlier + static_cast<int32_t>(most(least(fold.num_rows, pending), 0));
+    step.source = static_cast<int32_t>(fold.source);
+    step.target = static_cast<int32_t>(fold.target);
+    if (rows > 0 || step.source != step.target) step.entry = {step.source, rows, first, step.target};
+    if (step.source != step.target && !a.keep_source) step.cleared_source = step.source;
+    return step;
+}
+
+// Sets the cursor of an entry's target. A moved row counts as one before those of the last window.
+NWOR_HOST_DEVICE inline void set_target(const RecurrentFoldPlan& a, const RecurrentEntry& entry) {
+    if (a.moves_rows)
+        a.cursors.set(entry.target, {0, entry.first, entry.rows});
+    else
+        a.cursors.clear(entry.target);
+}
+
+// ---------------------------------------------------------------- plan_recurrent_fold
+
+struct RecurrentFoldPlanArguments : RecurrentFoldPlan {
+    Ids source_slots;         // [E]
+    Ids target_slots;         // [E]
+    const int32_t* num_rows;  // [E]
+
+    NWOR_HOST_DEVICE RecurrentFold fold_of(int64_t entry) const {
+        const int64_t source = source_slots[entry], target = target_slots[entry];
+        if (source <= 0 || target <= 0) return {};
+        if (source >= cursors.length) return {{kFoldSourceSlots, entry, source, cursors.length}, 0, 0, 0};
+        if (target >= cursors.length) return {{kFoldTargetSlots, entry, target, cursors.length}, 0, 0, 0};
+        return {{}, source, target, num_rows[entry]};
+    }
 };
 
 inline RecurrentFoldPlanArguments check_recurrent_fold_plan(
@@ -288,43 +351,119 @@ inline RecurrentFoldPlanArguments check_recurrent_fold_plan(
     return a;
 }
 
-// The plan of one entry, and the slots where nothing is pending afterwards (0 = none). All entries are read
-// before anything is stored.
-struct RecurrentFoldStep {
-    Found found;  // with a problem, the entry is zero and the cursors stay
-    RecurrentEntry entry;
-    int32_t cleared_target, cleared_source;
+// ---------------------------------------------------------------- plan_recurrent_block_fold
+
+// The parameters of a launch are limited to 4 KB.
+constexpr int64_t kMostBlockTables = 64;
+
+struct StateBlocks {
+    const int32_t* data;  // [N, columns]
+    int64_t row_stride, columns;
 };
 
-NWOR_HOST_DEVICE inline RecurrentFoldStep fold_step_of(const RecurrentFoldPlanArguments& a, int64_t entry) {
-    RecurrentFoldStep step{};
-    const int64_t source = a.source_slots[entry], target = a.target_slots[entry];
-    if (source <= 0 || target <= 0) return step;
-    if (source >= a.cursors.length) {
-        step.found = {kFoldSourceSlots, entry, source, a.cursors.length};
-        return step;
+// The entries of a plan: groups x requests.
+struct RecurrentBlockFoldArguments : RecurrentFoldPlan {
+    int64_t num_requests;                // Q
+    int64_t num_rows_of_tables;          // N
+    int64_t block_size;                  // 0: the columns of the targets are given
+    Ids idx_mapping;                     // [Q]
+    const int32_t* source_columns;       // [N]
+    const int32_t* num_kept;             // [N]
+    const int32_t* target_columns;       // [N], or null
+    const int32_t* num_computed_tokens;  // [N], or null
+    StateBlocks tables[kMostBlockTables];
+
+    NWOR_HOST_DEVICE RecurrentFold fold_of(int64_t entry) const {
+        const int64_t group = quotient(entry, num_requests), request = entry - group * num_requests;
+        const int64_t row = idx_mapping[request];
+        if (row < 0) return {};
+        if (row >= num_rows_of_tables) return {{kBlockRequest, request, row, num_rows_of_tables}, 0, 0, 0};
+        const int64_t source = source_columns[row];
+        int64_t target = 0, rows = num_kept[row];
+        if (source < 0) return {};
+        if (target_columns != nullptr) {
+            target = target_columns[row];
+            if (target < 0 || target == source) return {};
+        } else {
+            const int64_t computed = num_computed_tokens[row], first = computed - rows + 1;
+            if (computed <= 0) return {};
+            const int64_t blocks = quotient(computed, block_size), full = blocks * block_size;
+            if (blocks == 0 || full < first) return {};
+            target = blocks - 1;
+            rows = full - first + 1;
+        }
+        const StateBlocks& table = tables[group];
+        const int64_t last = most(source, target);
+        if (last >= table.columns) return {{kBlockColumn, request, last, table.columns}, 0, 0, 0};
+        const int32_t* blocks = table.data + row * table.row_stride;
+        for (const int64_t block : {blocks[source], blocks[target]})
+            if (block >= cursors.length) return {{kBlockSlot, request, block, cursors.length}, 0, 0, 0};
+        return {{}, blocks[source], blocks[target], rows};
     }
-    if (target >= a.cursors.length) {
-        step.found = {kFoldTargetSlots, entry, target, a.cursors.length};
-        return step;
+};
+
+inline RecurrentBlockFoldArguments check_recurrent_block_fold(
+    const char* op,                                    //
+    const Tensor& plan,                                // [>= G * Q, 4], int32
+    const Tensor& cursors,                             // [S, 2] or [S, 3], int32
+    const std::vector<Tensor>& block_tables,           // G x [N, columns], int32
+    const Tensor& idx_mapping,                         // [Q], int32 or int64
+    const Tensor& source_columns,                      // [>= N], int32
+    const Tensor& num_kept,                            // [>= N], int32
+    const std::optional<Tensor>& target_columns,       // [>= N], int32
+    const std::optional<Tensor>& num_computed_tokens,  // [>= N], int32
+    int64_t block_size, bool moves_rows) {
+    const int64_t groups = static_cast<int64_t>(block_tables.size());
+    if (groups < 1 || groups > kMostBlockTables)
+        fail(op, "block_tables must hold 1 to ", kMostBlockTables, " tables, got ", groups);
+    const Argument to{op, "plan", plan}, cur{op, "cursors", cursors}, ids{op, "idx_mapping", idx_mapping},
+        sources{op, "source_columns", source_columns}, kept{op, "num_kept", num_kept};
+    RecurrentBlockFoldArguments a{};
+    a.op = op;
+    a.idx_mapping = ids_view(ids, 0, "[num_requests]");
+    a.num_requests = a.idx_mapping.length;
+    a.num_entries = groups * a.num_requests;
+    if (a.num_entries > INT32_MAX) ids.must_be("of fewer than 2^31 requests for all tables");
+    a.plan = recurrent_plan_view(to, a.num_entries);
+    a.cursors = cursors_view(cur, 0);
+    if (moves_rows && !a.cursors.of_ring()) cur.must_be("[num_slots, 3], those of a ring, with moves_rows");
+    std::vector<std::string> names;
+    for (int64_t g = 0; g < groups; ++g) names.push_back("block_tables[" + std::to_string(g) + "]");
+    std::vector<Argument> inputs{ids, sources, kept};
+    for (size_t g = 0; g < names.size(); ++g) {
+        const Argument table{op, names[g].c_str(), block_tables[g]};
+        const Tensor& t = table.tensor;
+        table.dtype(ScalarType::Int);
+        if (t.dim() != 2) table.must_be("[num_states, max_num_blocks]");
+        if (g == 0) a.num_rows_of_tables = least(t.size(0), INT32_MAX);
+        if (t.size(0) != block_tables[0].size(0))
+            table.must_be("of as many rows as block_tables[0], ", describe(block_tables[0]));
+        if (t.size(1) > 1 && t.stride(1) != 1) table.must_be("contiguous along a row");
+        a.tables[g] = {static_cast<const int32_t*>(t.data_ptr()), t.stride(0), t.size(1)};
+        inputs.push_back(table);
     }
-    const RecurrentCursor cursor = a.cursors[source];
-    const int32_t pending = cursor.rows, first = cursor.first;
-    if (pending < 0 || pending > kMostRecordRows)
-        step.found = {kCursorRows, source, pending, kMostRecordRows};
-    else if (cursor.earlier < 0 || cursor.earlier > kMostRecordRows - pending)
-        step.found = {kCursorRows, source, cursor.earlier, kMostRecordRows - pending};
-    else if (!a.cursors.of_ring() && first != 0 && first != 1)
-        step.found = {kCursorHalf, source, first, 1};
-    else if (a.cursors.of_ring() && (first < 0 || first >= kMostRecordRows))
-        step.found = {kCursorRing, source, first, kMostRecordRows};
-    if (step.found) return step;
-    const int32_t rows = cursor.earlier + static_cast<int32_t>(most(least(a.num_rows[entry], pending), 0));
-    if (rows > 0 || source != target)
-        step.entry = {static_cast<int32_t>(source), rows, first, static_cast<int32_t>(target)};
-    step.cleared_target = static_cast<int32_t>(target);
-    if (source != target && !a.keep_source) step.cleared_source = static_cast<int32_t>(source);
-    return step;
+    const auto of_states = [&](const Argument& given) {
+        return int32_view(given, a.num_rows_of_tables, "[num_states]").data;
+    };
+    a.source_columns = of_states(sources);
+    a.num_kept = of_states(kept);
+    if (target_columns.has_value() == num_computed_tokens.has_value())
+        fail(op, "target_columns or num_computed_tokens must be given, and not both");
+    if (target_columns.has_value()) {
+        inputs.push_back({op, "target_columns", *target_columns});
+        a.target_columns = of_states(inputs.back());
+        if (block_size != 0) fail(op, "block_size must be 0 with target_columns, got ", block_size);
+    } else {
+        inputs.push_back({op, "num_computed_tokens", *num_computed_tokens});
+        a.num_computed_tokens = of_states(inputs.back());
+        check_positive(op, "block_size", block_size);
+        if (moves_rows) fail(op, "moves_rows must be False with num_computed_tokens, got True");
+    }
+    a.block_size = block_size;
+    a.keep_source = num_computed_tokens.has_value();
+    a.moves_rows = moves_rows;
+    check_placement(op, inputs, {to, cur});
+    return a;
 }
 
 }  // namespace nwor

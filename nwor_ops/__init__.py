@@ -55,6 +55,7 @@ from nwor_ops.ops import (  # noqa: E402
     log_slots as log_slots,
     move_slots as move_slots,
     open_window as open_window,
+    plan_recurrent_block_fold as plan_recurrent_block_fold,
     plan_recurrent_fold as plan_recurrent_fold,
     plan_recurrent_window as plan_recurrent_window,
     plan_window as plan_window,

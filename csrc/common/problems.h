@@ -71,6 +71,10 @@ enum Problem {
     kFoldSourceSlots,
     kFoldTargetSlots,
     kFoldTargetTwice,
+    kBlockRequest,
+    kBlockColumn,
+    kBlockSlot,
+    kBlockTwice,
     kPlanSlots,
     kPlanSlotTwice,
     kPlanRows,
@@ -208,6 +212,16 @@ constexpr Wording kWordings[] = {
     {kFoldTargetTwice, kValueError,
      "target_slots must name a slot that no other entry reads or writes, got {value} in entry {index}, which "
      "entry {limit} has too"},
+    {kBlockRequest, kIndexError,
+     "idx_mapping[{index}] must be below the {limit} rows of block_tables, got {value}"},
+    {kBlockColumn, kIndexError,
+     "block_tables must have a column for each block, got {limit} columns where request {index} has block "
+     "{value}"},
+    {kBlockSlot, kIndexError,
+     "block_tables must have blocks below {limit} (num_slots), got {value} for request {index}"},
+    {kBlockTwice, kValueError,
+     "block_tables must name a target that no other request reads or writes, got block {value} in entry "
+     "{index}, which entry {limit} has too"},
     {kPlanSlots, kIndexError, "plan must name slots in [1, {limit}), got {value} in row {index}"},
     {kPlanSlotTwice, kValueError,
      "plan must name a target that no other row reads or writes, got {value} in row {index}, which row "

@@ -77,17 +77,31 @@ void run(const RecurrentWindowArguments& a, const Cpu&) {
     grow(*a.window_id, 1);
 }
 
-void run(const RecurrentFoldPlanArguments& a, const Cpu&) {
+template <class Arguments>
+void plan_folds(const Arguments& a, Problem twice) {
     const auto steps =
         steps_of<RecurrentFoldStep>(a.op, a.num_entries, [&](int64_t i) { return fold_step_of(a, i); });
-    const Found conflict = slot_conflict_of(kFoldTargetTwice, a.num_entries, [&](int64_t i) {
-        return SlotsOfEntry{a.source_slots[i], steps[static_cast<size_t>(i)].cleared_target};
+    const Found conflict = slot_conflict_of(twice, a.num_entries, [&](int64_t i) {
+        const RecurrentFoldStep& step = steps[static_cast<size_t>(i)];
+        return SlotsOfEntry{step.source, step.target};
     });
     if (conflict) complain(a.op, conflict);
     store_plan(a.plan, steps);
-    for (const RecurrentFoldStep& step : steps)
-        for (const int32_t slot : {step.cleared_target, step.cleared_source})
-            if (slot > 0) a.cursors.clear(slot);
+    for (const RecurrentFoldStep& step : steps) {
+        if (step.entry.any())
+            set_target(a, step.entry);
+        else if (step.target > 0)
+            a.cursors.clear(step.target);
+        if (step.cleared_source > 0) a.cursors.clear(step.cleared_source);
+    }
+}
+
+void run(const RecurrentFoldPlanArguments& a, const Cpu&) {
+    plan_folds(a, kFoldTargetTwice);
+}
+
+void run(const RecurrentBlockFoldArguments& a, const Cpu&) {
+    plan_folds(a, kBlockTwice);
 }
 
 void check_slot_conflicts(const char* op, const RecurrentPlan& plan, int64_t count,

@@ -1,4 +1,4 @@
-// Family recurrent: the kernels of plan_recurrent_window and plan_recurrent_fold.
+// Family recurrent: the kernels that plan windows and folds.
 #pragma once
 
 #include "../recurrent_plan.h"
@@ -31,14 +31,15 @@ void run(const RecurrentWindowArguments& a, const Launch& launch) {
     check_launch(launch);
 }
 
-// ---------------------------------------------------------------- plan_recurrent_fold
+// ---------------------------------------------------------------- plan_recurrent_fold, ..._block_fold
 
 // Marks, as the first row of a plan of zeros, an entry that folds nothing but clears its cursor.
 constexpr int32_t kClears = 1;
 
 // Grid: one block, because all cursors must be read before the first one is written.
+template <class Arguments>
 __global__ void __launch_bounds__(kThreads)
-    fold_plan_kernel(const __grid_constant__ RecurrentFoldPlanArguments a, const char* report_as) {
+    fold_plan_kernel(const __grid_constant__ Arguments a, const char* report_as) {
     wait_for_earlier_kernels();
 
     // ---- Read the cursors and plan
@@ -49,27 +50,35 @@ __global__ void __launch_bounds__(kThreads)
         }
         const RecurrentFoldStep step = fold_step_of(a, i);
         if (step.found) report(report_as, step.found);
-        a.plan.set(
-            i, !step.entry.any() && step.cleared_target > 0 ? RecurrentEntry{0, 0, kClears, 0} : step.entry);
+        a.plan.set(i, !step.entry.any() && step.target > 0 ? RecurrentEntry{0, 0, kClears, 0} : step.entry);
     }
     __syncthreads();
 
-    // ---- Clear the cursors
+    // ---- Set the cursors
     for (int64_t i = threadIdx.x; i < a.num_entries; i += kThreads) {
         const RecurrentEntry entry = a.plan[i];
         if (entry.any()) {
-            a.cursors.clear(entry.target);
+            set_target(a, entry);
             if (entry.source != entry.target && !a.keep_source) a.cursors.clear(entry.source);
         } else if (entry.first == kClears) {
-            a.cursors.clear(a.target_slots[i]);
+            a.cursors.clear(a.fold_of(i).target);
             a.plan.set(i, {});
         }
     }
 }
 
-void run(const RecurrentFoldPlanArguments& a, const Launch& launch) {
-    launch.start(fold_plan_kernel, {dim3(1), dim3(kThreads)}, a, report_as(a.op));
+template <class Arguments>
+void plan_folds(const Arguments& a, const Launch& launch) {
+    launch.start(fold_plan_kernel<Arguments>, {dim3(1), dim3(kThreads)}, a, report_as(a.op));
     check_launch(launch);
+}
+
+void run(const RecurrentFoldPlanArguments& a, const Launch& launch) {
+    plan_folds(a, launch);
+}
+
+void run(const RecurrentBlockFoldArguments& a, const Launch& launch) {
+    plan_folds(a, launch);
 }
 
 }  // namespace

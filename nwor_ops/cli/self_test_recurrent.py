@@ -153,7 +153,28 @@ def recurrent_state(device: torch.device) -> str | None:
     return next(filter(None, _problems(device)), None)
 
 
+def block_fold(device: torch.device) -> str | None:
+    """Plan the fold of a window of three tokens, of which two belong to the first block. Then move on to the second."""
+
+    def int32(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    plan, cursors, tables = int32(*NONE).view(1, 4), int32(0, 0, 3, 1, 2, 0).view(3, 2), [int32(1, 2).view(1, 2)]
+    request = first = int32(0)
+    ops.plan_recurrent_block_fold(
+        plan, cursors, tables, request, first, int32(3), num_computed_tokens=int32(17), block_size=16
+    )
+    problem = difference(plan=(plan, ((1, 2, 1, 1),)), cursors=(cursors, ((0, 0), (0, 1), (2, 0))))
+    if problem is None:
+        ops.plan_recurrent_block_fold(plan, cursors, tables, request, first, int32(1), target_columns=int32(1))
+        problem = difference(plan=(plan, ((1, 0, 1, 2),)), cursors=(cursors, ((0, 0), (0, 1), (0, 0))))
+    return problem
+
+
 # Op: the self-test that calls it.
-SELF_TESTS: dict[str, Callable[[torch.device], str | None]] = dict.fromkeys(
-    ("plan_recurrent_window", "gated_delta_verify", "plan_recurrent_fold", "gated_delta_fold"), recurrent_state
-)
+SELF_TESTS: dict[str, Callable[[torch.device], str | None]] = {
+    **dict.fromkeys(
+        ("plan_recurrent_window", "gated_delta_verify", "plan_recurrent_fold", "gated_delta_fold"), recurrent_state
+    ),
+    "plan_recurrent_block_fold": block_fold,
+}

@@ -46,6 +46,7 @@ from nwor_ops.ops.drafter import (
 from nwor_ops.ops.recurrent import (
     gated_delta_fold as gated_delta_fold,
     gated_delta_verify as gated_delta_verify,
+    plan_recurrent_block_fold as plan_recurrent_block_fold,
     plan_recurrent_fold as plan_recurrent_fold,
     plan_recurrent_window as plan_recurrent_window,
 )

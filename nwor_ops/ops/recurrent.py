@@ -146,6 +146,70 @@ def plan_recurrent_fold(
     """
 
 
+@op(mutates=("plan", "cursors"))
+def plan_recurrent_block_fold(
+    plan: Tensor,
+    cursors: Tensor,
+    block_tables: list[Tensor],
+    idx_mapping: Tensor,
+    source_columns: Tensor,
+    num_kept: Tensor,
+    target_columns: Tensor | None = None,
+    num_computed_tokens: Tensor | None = None,
+    block_size: int = 0,
+    moves_rows: bool = False,
+) -> None:
+    """Plan the folds of requests that reach the end of a block, for an engine that keeps states in cache blocks.
+
+    The state of a request is in the block of its last token, a column of its block table. The engine copies it twice
+    per step, and this op plans each copy as a fold for :func:`gated_delta_fold`:
+
+    - Before a step (``target_columns``), the state moves to the block of the step's last token. All kept rows of the
+      last window are applied. Nothing stays pending in the source.
+    - After a step (``num_computed_tokens``), the state after the last token of a full block is stored in that block, if
+      a token of the last window filled it. Rows up to this token are applied. All rows stay pending in the source,
+      unless it is the same block.
+
+    A request has one state in each group of layers. Slots of states are block numbers. The entries of the plan are
+    those of the first group, one for each request, then those of the second.
+
+    Args:
+        plan: int32 ``[>= G * Q, 4]``, contiguous. **Mutated** in every row, with the columns of
+            :func:`plan_recurrent_window`. Rows are zero for requests that stay in their block, and from G * Q on.
+        cursors: as in :func:`plan_recurrent_fold`. **Mutated** at the blocks of entries that are not zero.
+        block_tables: G tensors int32 ``[N, columns]``, contiguous along a row, at most 64. Block 0 is padding.
+        idx_mapping: int32 or int64 ``[Q]``, any stride. The row of each request in ``block_tables`` and in the tensors
+            below. A negative row is padding.
+        source_columns: int32 ``[>= N]``, contiguous. The column of the block with the state. Negative: no state yet.
+        num_kept: int32 ``[>= N]``, contiguous. Number of tokens of the request's last window that stay.
+        target_columns: int32 ``[>= N]``, contiguous. The column of the block that the state moves to. A request stays
+            if it is negative or equal to the source.
+        num_computed_tokens: int32 ``[>= N]``, contiguous. Number of tokens of the request after the step, without
+            rejected drafts. Give either this or ``target_columns``.
+        block_size: tokens per block, with ``num_computed_tokens``.
+        moves_rows: only with ``target_columns`` and a ring. The kept rows move with the cursor and stay pending in the
+            target. The caller copies the states and records. The plan says which, and is not for
+            :func:`gated_delta_fold`.
+
+    Raises:
+        ValueError, TypeError, IndexError, RuntimeError: as :func:`plan_recurrent_fold`.
+        IndexError: also on the CPU, if a row, a column or a block is too large. CUDA skips such a request.
+
+    Example:
+        >>> import torch
+        >>> def int32(*values):
+        ...     return torch.tensor(values, dtype=torch.int32)
+        >>> plan, cursors = torch.zeros(1, 4).int(), torch.zeros(8, 2).int()
+        >>> cursors[5, 0] = 3  # the last window had three tokens: the 15th to the 17th of its request
+        >>> tables, request, column = [int32(5, 7).view(1, 2)], int32(0), int32(0)
+        >>> nwor_ops.plan_recurrent_block_fold(  # all three stay, so the 16th has filled the first block
+        ...     plan, cursors, tables, request, column, int32(3), num_computed_tokens=int32(17), block_size=16
+        ... )
+        >>> plan.tolist()  # two rows are folded in place
+        [[5, 2, 0, 5]]
+    """
+
+
 @op(
     mutates=(
         "out", "state", "record_keys", "record_norms", "record_decays", "record_updates", "layer_window", "all_states",

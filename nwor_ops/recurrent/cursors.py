@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,10 @@ class Cursors(BoundToMemory):
         """Plan a fold. See :func:`nwor_ops.plan_recurrent_fold`, which takes the same arguments."""
         ops.plan_recurrent_fold(plan, self.table, sources, targets, num_rows, keep_source)
 
+    def plan_block_fold(self, plan: Tensor, *arguments: Any, **options: Any) -> None:
+        """Plan folds between blocks. Arguments are those of :func:`nwor_ops.plan_recurrent_block_fold`."""
+        ops.plan_recurrent_block_fold(plan, self.table, *arguments, **options)
+
     def drop(self, slots: Tensor) -> None:
         """Drop the pending rows of slots, int64 ``[E]``."""
         self.table[:, ::2].index_fill_(0, slots, 0)
@@ -106,19 +111,6 @@ class Cursors(BoundToMemory):
         rows[:, 1] = self.table[slots, 1]
         rows[:, 2] = positions % self.chunk * (slots > 0)
         self.table[slots] = rows
-
-    def move(self, sources: Tensor, targets: Tensor, num_kept: Tensor) -> None:
-        """Move the pending rows of slots whose records were copied. Nothing is pending in the sources afterwards.
-
-        Args:
-            sources, targets: int64 ``[E]``; 0 = skip this entry. The cursors are those of a ring.
-            num_kept: int32 ``[E]``: tokens of the last window that stay. All moved rows are accepted.
-        """
-        rows = self.table[sources]
-        rows[:, 2] += torch.minimum(rows[:, 0], num_kept)
-        rows[:, 0] = 0
-        self.drop(sources)
-        self.table[targets] = rows
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy cursors, for records that are copied from slot to slot. Both arguments are int64 ``[E]``."""

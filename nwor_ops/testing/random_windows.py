@@ -596,6 +596,24 @@ def recurrent(window: Window) -> None:
         "plan_recurrent_fold", poisoned(slots, 4), cursors, int32(targets), int32(targets), rows, window.maybe()
     )
     window.call("gated_delta_fold", *([part] for part in layer), plan_, tolerances=tolerances)
+    _recurrent_blocks(window, bool(ring_rows))
+
+
+def _recurrent_blocks(window: Window, ring: bool) -> None:
+    """Requests at the ends of their blocks, before or after a step. Each has two blocks of each of two groups."""
+    dice, states, size, after = window.dice, window.some(4, 1), window.some(5, 1), window.maybe()
+    blocks = torch.tensor(dice.sample(range(1, 4 * states + 1), 4 * states), dtype=torch.int32).view(2, states, 2)
+    cursors = [[window.some(5), window.some(1), *([window.some(3)] if ring else [])] for _ in range(4 * states + 1)]
+    of_states = {
+        name: int32([window.some(most, -1) for _ in range(states)])
+        for name, most in (("source", 1), ("kept", 6), ("target", 1), ("computed", 2 * size))
+    }
+    window.call(
+        "plan_recurrent_block_fold", poisoned(2 * states + 1, 4), surrounded(torch.tensor(cursors, dtype=torch.int32)),
+        list(blocks), int32(dice.sample(range(-1, states), states)), of_states["source"], of_states["kept"],
+        None if after else of_states["target"], of_states["computed"] if after else None, size if after else 0,
+        ring and not after and window.maybe(),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- rounds

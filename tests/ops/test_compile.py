@@ -373,6 +373,8 @@ def recurrent_step(
     rows = num_kept.clamp(max=1)
     ops.plan_recurrent_fold(plan, cursors, slots, slots, rows)
     ops.gated_delta_fold(*(list(t.unbind(0)) for t in (states, keys, norms, decays, updates, layer_windows)), plan)
+    blocks, requests, first = torch.stack((slots, slots - 1), 1), torch.arange(slots.shape[0]), slots * 0
+    ops.plan_recurrent_block_fold(plan, cursors, [blocks], requests, first, rows, target_columns=first + 1)
     return out * 2
 
 

@@ -88,6 +88,9 @@ nwor::plan_recurrent_window(Tensor(a!) plan, Tensor(b!) cursors, Tensor(c!) wind
     Tensor(d!)? num_skipped=None, int ring_rows=0, int chunk=0) -> ()
 nwor::plan_recurrent_fold(Tensor(a!) plan, Tensor(b!) cursors, Tensor source_slots, Tensor
     target_slots, Tensor num_rows, bool keep_source=False) -> ()
+nwor::plan_recurrent_block_fold(Tensor(a!) plan, Tensor(b!) cursors, Tensor[] block_tables, Tensor
+    idx_mapping, Tensor source_columns, Tensor num_kept, Tensor? target_columns=None, Tensor?
+    num_computed_tokens=None, int block_size=0, bool moves_rows=False) -> ()
 nwor::gated_delta_verify(Tensor(a!) out, Tensor(b!) state, Tensor(c!) record_keys, Tensor(d!)
     record_norms, Tensor(e!) record_decays, Tensor(f!) record_updates, Tensor(g!) layer_window,
     Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, Tensor plan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any, NamedTuple
 
 import torch
@@ -300,6 +301,39 @@ def fold_plan(
     )  # fmt: skip
 
 
+# Two groups of three requests with three blocks each, and a row without a request.
+BLOCKS = (((1, 2, 3), (4, 5, 0), (6, 7, 8), (0, 0, 0)), ((9, 10, 11), (12, 13, 0), (14, 15, 16), (0, 0, 0)))
+BLOCK_SIZE = 4
+# The columns of a step: the first request moves on by a block, the second stays, the third moves on by two.
+MOVES = {"source_columns": (0, 1, 0, -1), "target_columns": (1, 1, 2, 0), "num_kept": (2, 1, 9, 1)}
+# The first request fills its second block with one of two tokens, and the third one its own block with all three.
+FULL_BLOCKS = {"source_columns": (2, 1, 1, 0), "num_computed_tokens": (9, 6, 8, 2), "num_kept": (2, 1, 3, 1)}
+
+
+def block_fold(
+    columns: dict[str, tuple[int, ...]],
+    tables: tuple[tuple[tuple[int, ...], ...], ...] = BLOCKS,
+    requests: tuple[int, ...] = (2, 0, -1, 1, 3),
+    ring: bool = False,
+    moves_rows: bool = False,
+    dtype: torch.dtype = torch.int32,
+    block_size: int = BLOCK_SIZE,
+    more_plan_rows: int = 2,
+) -> tuple[Any, ...]:
+    """Return a plan of folds between blocks. The rows of the tables have gaps, and lie between sentinels."""
+    dice = random.Random(len(requests))
+    cursors = [[dice.randint(0, 3), dice.randint(0, 1), *([dice.randint(0, 4)] if ring else [])] for _ in range(17)]
+    filled = [columns.get(name) for name in ("source_columns", "num_kept", "target_columns", "num_computed_tokens")]
+    width = len(tables[0][0]) if tables[0] else 0
+    wide = [torch.tensor([[*row, POISON] for row in table], dtype=torch.int32).view(-1, width + 1) for table in tables]
+    return (
+        poisoned_plan(len(tables) * len(requests) + more_plan_rows), cursors_of(*cursors),
+        [surrounded(table)[:, :-1] for table in wide], (int64 if dtype == torch.int64 else int32)(*requests),
+        *(None if values is None else int32(*values) for values in filled),
+        0 if "target_columns" in columns else block_size, moves_rows,
+    )  # fmt: skip
+
+
 def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
     nobody = (Planned(0, 2), Planned(-1, 1))
     samples: dict[str, Any] = {
@@ -315,6 +349,14 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             fold_plan(keep_source=True, dtype=torch.int64),
             fold_plan((), (), ()),
             fold_plan(cursors=RING_CURSORS),
+        ],
+        "plan_recurrent_block_fold": lambda: [
+            block_fold(MOVES),
+            block_fold(FULL_BLOCKS, dtype=torch.int64),
+            block_fold(MOVES, ring=True),
+            block_fold(MOVES, ring=True, moves_rows=True),
+            block_fold(FULL_BLOCKS, ring=True),
+            block_fold(MOVES, requests=()),
         ],
         "gated_delta_verify": lambda: [
             verify(norm="silu", all_states=True),

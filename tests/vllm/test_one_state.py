@@ -813,7 +813,10 @@ def test_chunks_that_move_to_another_block_keep_their_rows() -> None:
     group, cursors, cache = audited.layer.group, audited.layer.group.cursors, audited.layer.recurrent_cache
     for tensor in (cache.state, *cache.records):
         tensor[6] = tensor[5]
-    cursors.move(torch.tensor([5, 0]), torch.tensor([6, 0]), torch.tensor([3, 1], dtype=torch.int32))
+    table = torch.tensor([[5, 6], [0, 0]], dtype=torch.int32)
+    source, target, kept = torch.tensor([[0, 0], [1, 1], [3, 1]], dtype=torch.int32)
+    plan = torch.empty(2, 4, dtype=torch.int32)
+    cursors.plan_block_fold(plan, [table], torch.tensor([0, 1]), source, kept, target_columns=target, moves_rows=True)
     audited.audit.moved(group, [5, 0], [6, 0])
     assert audited.audit.summary()["moves"] == 1
     assert cursors.table[[5, 6, 0]].tolist() == [[0, 16, 0], [0, 16, 5], [0, 0, 0]]
@@ -1280,7 +1283,7 @@ def test_a_step_far_from_the_end_of_a_block_launches_nothing(monkeypatch: pytest
     _, aligned, context, _ = aligned_runner()
     monkeypatch.setattr(aligned, "_block_size", 100)
 
-    counts = [torch.tensor([number], dtype=torch.int32) for number in (3, 3, 0, 1, 350)]
+    counts = [torch.tensor([number, 0], dtype=torch.int32) for number in (3, 3, 0, 1, 350)]
     column, source, bias, accepted, computed = counts
     mapping = torch.tensor([0])
 
@@ -1298,6 +1301,17 @@ def test_a_step_far_from_the_end_of_a_block_launches_nothing(monkeypatch: pytest
 
     assert [length for length in range(300, 400) if launches(length, 4)] == [*range(300, 317), *range(397, 400)]
     assert launches(350, 60)
+
+
+def test_launches_at_the_end_of_a_block() -> None:
+    """The plan and the fold, before and after the step, and one sum. Each group of layers adds its two folds."""
+    context = aligned_runner()[2]
+    values = [torch.tensor([number, 0], dtype=torch.int32) for number in (0, -1, 1, 0, BLOCK - 1)]
+    target, source, accepted, bias, computed = values
+    with Launches() as made:
+        context.run_fused_precopy(1, target, source, bias, torch.tensor([0]))
+        context.run_fused_postprocess_align(1, accepted, target, computed, torch.tensor([0]))
+    assert made.count == 5
 
 
 # ---------------------------------------------------------------- supported engines

@@ -12,7 +12,13 @@ import itertools
 import torch
 from torch import Tensor
 
-__all__ = ["gated_delta_fold", "gated_delta_verify", "plan_recurrent_fold", "plan_recurrent_window"]
+__all__ = [
+    "gated_delta_fold",
+    "gated_delta_verify",
+    "plan_recurrent_block_fold",
+    "plan_recurrent_fold",
+    "plan_recurrent_window",
+]
 
 
 # ---------------------------------------------------------------- plans
@@ -68,6 +74,38 @@ def plan_recurrent_fold(plan, cursors, source_slots, target_slots, num_rows, kee
         cursors[target, counts] = 0
         if source != target and not keep_source:
             cursors[source, counts] = 0
+
+
+def plan_recurrent_block_fold(
+    plan,
+    cursors,
+    block_tables,
+    idx_mapping,
+    source_columns,
+    num_kept,
+    target_columns=None,
+    num_computed_tokens=None,
+    block_size=0,
+    moves_rows=False,
+) -> None:
+    folds = []
+    for table, row in itertools.product(block_tables, idx_mapping.tolist()):
+        source, target, rows = -1, -1, 0
+        if row >= 0 and target_columns is not None:
+            source, target, rows = (int(of_rows[row]) for of_rows in (source_columns, target_columns, num_kept))
+        elif row >= 0:
+            source, tokens = int(source_columns[row]), int(num_computed_tokens[row])
+            before = tokens - int(num_kept[row])  # tokens before the last window
+            target = tokens // block_size - 1
+            rows = (target + 1) * block_size - before
+        moves = min(source, target) >= 0 and (source != target if target_columns is not None else rows > 0)
+        folds.append((int(table[row, source]), int(table[row, target]), rows) if moves else (0, 0, 0))
+    slots = torch.tensor(folds, dtype=torch.int32).view(-1, 3).unbind(1)
+    plan_recurrent_fold(plan, cursors, *slots, keep_source=num_computed_tokens is not None)
+    if moves_rows:
+        for _, moved, first, target in plan.tolist():
+            if target > 0:
+                cursors[target] = torch.tensor([0, first, moved])
 
 
 # ---------------------------------------------------------------- one token of one head

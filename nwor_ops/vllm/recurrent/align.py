@@ -64,7 +64,7 @@ class AlignedStates:
         self._groups, self._block_size, self._drafts = groups, context.block_size, drafts
         (first, table), *_ = groups
         self._cursors = first.cursors  # all groups share them
-        self._columns = table.shape[1]
+        self._tables = [table for _, table in groups]
         self._plan = torch.zeros(len(groups) * table.shape[0], 4, dtype=torch.int32, device=table.device)
         self._may_cross = True
         self.audit: StateAudit | None = None
@@ -97,16 +97,23 @@ class AlignedStates:
     ) -> None:
         """Copy states from the blocks of the previous step to the blocks of this one."""
         copy(num_reqs, state_idx_gpu, src_col_gpu, token_bias_gpu, idx_mapping)
-        if self._may_cross:
-            requests = idx_mapping[:num_reqs].long()
-            source, target = src_col_gpu[requests], state_idx_gpu[requests]
-            moves = (source >= 0) & (source != target)
-            if self._pages is not None:
-                whole = torch.zeros_like(token_bias_gpu)
-                self._pages.run_fused_precopy(num_reqs, state_idx_gpu, src_col_gpu, whole, idx_mapping)
-                self._move(requests, source, target, moves, token_bias_gpu[requests] + 1)
-                return
-            self._fold(requests, source, target, moves, token_bias_gpu[requests] + 1, keep_source=False)
+        if not self._may_cross:
+            return
+        if self._pages is not None:
+            whole = torch.zeros_like(token_bias_gpu)
+            self._pages.run_fused_precopy(num_reqs, state_idx_gpu, src_col_gpu, whole, idx_mapping)
+        folds = self._plan_folds(
+            idx_mapping[:num_reqs],
+            src_col_gpu,
+            token_bias_gpu + 1,
+            target_columns=state_idx_gpu,
+            moves_rows=self._pages is not None,
+        )
+        if self._pages is None:
+            self._fold(folds)
+        elif self.audit is not None:
+            for group, plan in folds:
+                self.audit.moved(group, plan[:, 0].tolist(), plan[:, 3].tolist())
 
     def run_fused_postprocess_align(
         self,
@@ -121,56 +128,37 @@ class AlignedStates:
 
         If both are the same block, its state is folded in place. vLLM then continues as if one token was accepted.
         """
-        if not self._may_cross:
-            copy(num_reqs, num_accepted_tokens_gpu, state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping)
-            return
-        requests = idx_mapping[:num_reqs].long()
-        accepted = num_accepted_tokens_gpu[requests]  # before vLLM changes it
+        if self._may_cross:  # before vLLM changes the accepted tokens
+            folds = self._plan_folds(
+                idx_mapping[:num_reqs],
+                state_idx_gpu,
+                num_accepted_tokens_gpu,
+                num_computed_tokens=new_num_computed_tokens_gpu,
+                block_size=self._block_size,
+            )
+            self._fold(folds)
         copy(num_reqs, num_accepted_tokens_gpu, state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping)
-        computed = new_num_computed_tokens_gpu[requests].to(torch.int32)
-        first = computed - accepted + 1  # tokens up to the first one of the window, which is included
-        full = computed // self._block_size * self._block_size
-        target = full // self._block_size - 1
-        rows = full - first + 1
-        self._fold(requests, state_idx_gpu[requests], target, full >= first, rows, keep_source=True)
 
-    def _move(self, requests: Tensor, source: Tensor, target: Tensor, moves: Tensor, kept: Tensor) -> None:
-        """Move the cursors of states that were copied with their records. Arguments are those of :meth:`_fold`."""
-        sources, targets = self._blocks(requests, source, target, moves).unbind()
-        self._cursors.move(sources.view(-1).long(), targets.view(-1).long(), kept.repeat(len(self._groups)))
-        if self.audit is not None:
-            for number, (group, _) in enumerate(self._groups):
-                self.audit.moved(group, sources[number].tolist(), targets[number].tolist())
-
-    def _fold(
-        self, requests: Tensor, source: Tensor, target: Tensor, moves: Tensor, rows: Tensor, keep_source: bool
-    ) -> None:
-        """Fold pending rows from one block of each request into another.
+    def _plan_folds(self, requests: Tensor, *columns: Tensor, **options: Any) -> list[tuple[GroupLayers, Tensor]]:
+        """Plan the folds of all groups with one launch, and return the plan of each group.
 
         One plan serves all groups, because a block belongs to one group at a time.
 
         Args:
-            requests: int64 ``[R]``: requests of the runner.
-            source, target: columns of the block tables, ``[R]``.
-            moves: bool ``[R]``: the requests to fold.
-            rows: number of pending rows to apply, ``[R]``.
-            keep_source: whether the rows stay pending in the source.
+            requests: ``idx_mapping`` of :func:`nwor_ops.plan_recurrent_block_fold`.
+            *columns: its arguments ``source_columns`` and ``num_kept``.
+            **options: its other arguments.
         """
-        sources, targets = self._blocks(requests, source, target, moves).unbind()
-        plan = self._plan[: sources.numel()]
-        self._cursors.plan_fold(plan, sources.view(-1), targets.view(-1), rows.repeat(len(self._groups)), keep_source)
-        for (group, _), part in zip(self._groups, plan.view(*sources.shape, 4), strict=True):
-            group.fold_planned(part)
+        plan = self._plan[: len(self._tables) * requests.shape[0]]
+        self._cursors.plan_block_fold(plan, self._tables, requests, *columns, **options)
+        parts = plan.view(len(self._tables), -1, 4).unbind()
+        return [(group, part) for (group, _), part in zip(self._groups, parts, strict=True)]
+
+    def _fold(self, folds: list[tuple[GroupLayers, Tensor]]) -> None:
+        for group, plan in folds:
+            group.fold_planned(plan)
             if self.audit is not None:
-                self.audit.folded(group, part)
-
-    def _blocks(self, requests: Tensor, source: Tensor, target: Tensor, moves: Tensor) -> Tensor:
-        """Return the blocks in these columns of each group's table, ``[2, groups, R]``; 0 for requests that stay.
-
-        The tables have equal strides, as vLLM's kernels expect too.
-        """
-        places = torch.stack((source, target)).clamp_(min=0) + requests * self._columns
-        return torch.stack([table.take(places) for _, table in self._groups], dim=1).mul_(moves)
+                self.audit.folded(group, plan)
 
 
 def _pages_of(context: Any, groups: Sequence[tuple[GroupLayers, Tensor]]) -> Any:

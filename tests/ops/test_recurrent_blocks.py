@@ -1,0 +1,190 @@
+"""plan_recurrent_block_fold: the folds of requests that reach the end of a block."""
+
+from __future__ import annotations
+
+import layouts
+import pytest
+import samples_recurrent as samples
+import torch
+from bad_input import check_bad_data
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import sample_inputs, with_arguments
+from tensors import int32
+
+from nwor_ops import ops
+
+OP = "plan_recurrent_block_fold"
+MOST_TABLES = 64
+
+
+def test_samples(device):
+    for arguments in sample_inputs(OP):
+        layouts.assert_same_as_oracle(OP, arguments, device)
+
+
+def with_pending(arguments: tuple, **rows: int) -> tuple:
+    """The same call with these numbers of rows pending in blocks `b1`, `b2`, ... and nothing elsewhere."""
+    cursors = torch.zeros_like(arguments[1])
+    for block, pending in rows.items():
+        cursors[int(block[1:])] = torch.tensor([pending, 1, 3][: cursors.shape[1]])
+    arguments[1].copy_(cursors)
+    return arguments
+
+
+def test_moves_by_hand(device):
+    """A request that moves takes its kept rows with it. Its drafts are dropped."""
+    arguments = with_pending(samples.block_fold(samples.MOVES), b1=3, b6=2, b4=3)
+    plan, cursors, *_ = layouts.assert_same_as_oracle(OP, arguments, device)
+    # Requests of rows 2, 0, padding, 1 and 3 of both tables: of the last, the state of row 3 does not exist yet.
+    assert plan.tolist() == [
+        [6, 2, 1, 8], [1, 2, 1, 2], [0] * 4, [0] * 4, [0] * 4,
+        [14, 0, 0, 16], [9, 0, 0, 10], [0] * 4, [0] * 4, [0] * 4, *[[0] * 4] * 2,
+    ]  # fmt: skip
+    assert cursors[:, 0].nonzero().view(-1).tolist() == [4]  # the request that stays
+
+
+def test_full_blocks_by_hand(device):
+    """A block that a window has filled gets the state after its last token. In place, the drafts are dropped."""
+    arguments = with_pending(samples.block_fold(samples.FULL_BLOCKS), b3=3, b7=3, b5=1)
+    plan, cursors, *_ = layouts.assert_same_as_oracle(OP, arguments, device)
+    assert plan[:5].tolist() == [[7, 3, 1, 7], [3, 1, 1, 2], [0] * 4, [0] * 4, [0] * 4]
+    assert {block: cursors[block, 0].item() for block in (2, 3, 5, 7)} == {2: 0, 3: 3, 5: 1, 7: 0}
+
+
+def test_moved_rows_stay_pending(device):
+    arguments = with_pending(samples.block_fold(samples.MOVES, ring=True, moves_rows=True), b1=3, b6=2)
+    _, cursors, *_ = layouts.assert_same_as_oracle(OP, arguments, device)
+    assert {block: cursors[block].tolist() for block in (1, 2, 6, 8)} == {
+        1: [0, 1, 0], 2: [0, 1, 5], 6: [0, 1, 0], 8: [0, 1, 5],
+    }  # fmt: skip
+
+
+@given(st.data())
+def test_any_blocks(data):
+    """Any tables, columns and numbers of tokens, before and after a step."""
+    groups, rows, columns, size = (data.draw(st.integers(1, most)) for most in (3, 4, 4, 6))
+    blocks = iter(data.draw(st.permutations(range(1, groups * rows * columns + 1))))
+    tables = tuple(tuple(tuple(next(blocks) for _ in range(columns)) for _ in range(rows)) for _ in range(groups))
+
+    def of_rows(least: int, most: int) -> tuple[int, ...]:
+        return tuple(data.draw(st.integers(least, most)) for _ in range(rows))
+
+    after = data.draw(st.booleans())
+    drawn = {"source_columns": of_rows(-1, columns - 1), "num_kept": of_rows(-1, 7)}
+    drawn |= (
+        {"num_computed_tokens": of_rows(-1, columns * size)} if after else {"target_columns": of_rows(-1, columns - 1)}
+    )
+    requests = data.draw(st.permutations(range(rows)))[: data.draw(st.integers(0, rows))]
+    padded = [row if data.draw(st.booleans()) else -1 for row in requests]
+    ring = data.draw(st.booleans())
+    arguments = list(samples.block_fold(
+        drawn, tables, tuple(padded), ring, ring and not after and data.draw(st.booleans()),
+        data.draw(st.sampled_from((torch.int32, torch.int64))), size, data.draw(st.integers(0, 2)),
+    ))  # fmt: skip
+    pending = data.draw(st.lists(st.integers(0, 5), min_size=49, max_size=49))
+    cursors = torch.zeros(49, 3 if ring else 2, dtype=torch.int32)
+    cursors[:, 0] = torch.tensor(pending)
+    arguments[1] = cursors
+    layouts.assert_same_as_oracle(OP, tuple(arguments))
+
+
+def test_the_folds_are_those_of_their_slots(device):
+    """plan_recurrent_fold plans the same folds, given the slots of one group."""
+    arguments = layouts.twin(samples.block_fold(samples.MOVES, samples.BLOCKS[:1], requests=(2, 0, 1)), device)
+    again = layouts.twin(arguments)
+    getattr(ops, OP)(*arguments)
+    plan, cursors = again[:2]
+    sources, targets, rows = (int32(*values).to(device) for values in ((6, 1, 0), (8, 2, 0), (9, 2, 1)))
+    ops.plan_recurrent_fold(plan, cursors, sources, targets, rows)
+    assert torch.equal(plan, arguments[0])
+    assert torch.equal(cursors, arguments[1])
+    assert plan.any()
+
+
+def test_many_tables_and_requests(device):
+    """More entries than threads of a block, in as many tables as a call takes."""
+    requests = 9
+    tables = tuple(
+        tuple((2 * (group * requests + row) + 1, 2 * (group * requests + row) + 2) for row in range(requests))
+        for group in range(MOST_TABLES)
+    )
+    columns = {"source_columns": (0,) * requests, "target_columns": (1, 0) * 4 + (1,), "num_kept": (2,) * requests}
+    arguments = list(samples.block_fold(columns, tables, tuple(range(requests))))
+    arguments[1] = torch.tensor([[3, 1]] * (2 * MOST_TABLES * requests + 1), dtype=torch.int32)
+    layouts.assert_same_as_oracle(OP, tuple(arguments), device)
+    layouts.refuse(
+        OP, with_arguments(OP, tuple(arguments), block_tables=arguments[2] * 2), ValueError,
+        f"block_tables must hold 1 to {MOST_TABLES} tables, got 128",
+    )  # fmt: skip
+
+
+# The invalid arguments, the error and its message.
+INVALID = {
+    "a row past the tables": (
+        {"requests": (0, 4)}, samples.MOVES, r"idx_mapping\[1\] must be below the 4 rows of block_tables, got 4"
+    ),
+    "a source past the columns": (
+        {}, {**samples.MOVES, "source_columns": (3, 1, 0, -1)},
+        "block_tables must have a column for each block, got 3 columns where request 1 has block 3",
+    ),
+    "a target past the columns": (
+        {}, {**samples.FULL_BLOCKS, "num_computed_tokens": (17, 6, 8, 2)}, "got 3 columns where request 1 has block 3",
+    ),
+    "a block past the cursors": (
+        {"tables": (((1, 2, 3), (4, 5, 0), (6, 7, 17), (0, 0, 0)),)}, samples.MOVES,
+        r"block_tables must have blocks below 17 \(num_slots\), got 17 for request 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.debug_mode
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_data(device, case):
+    """The CPU refuses the call. CUDA skips the request, and plans the others."""
+    options, columns, sentence = INVALID[case]
+    arguments = samples.block_fold(columns, **options)
+    after = check_bad_data(OP, arguments, IndexError, sentence, device)
+    if after is not None:
+        assert after[0].any()
+
+
+def test_blocks_that_conflict():
+    """Two requests with one block. Only the CPU checks this."""
+    tables = (((1, 2, 3), (4, 5, 0), (6, 7, 2), (0, 0, 0)),)
+    layouts.refuse(
+        OP, samples.block_fold(samples.MOVES, tables), ValueError,
+        "block_tables must name a target that no other request reads or writes, got block 2 in entry 1, which entry 0",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("replaced", "error", "sentence"),
+    [
+        ({"num_computed_tokens": int32(1, 1, 1, 1)}, ValueError, "target_columns or num_computed_tokens must be given"),
+        ({"target_columns": None}, ValueError, "target_columns or num_computed_tokens must be given, and not both"),
+        ({"block_size": 4}, ValueError, "block_size must be 0 with target_columns, got 4"),
+        ({"moves_rows": True}, ValueError, r"cursors must be \[num_slots, 3\], those of a ring, with moves_rows"),
+        ({"block_tables": []}, ValueError, "block_tables must hold 1 to 64 tables, got 0"),
+        ({"num_kept": int32(1, 1, 1)}, ValueError, r"num_kept must be \[num_states\] with at least 4 elements"),
+        (
+            {"block_tables": [torch.zeros(4, 3, dtype=torch.int32), torch.zeros(5, 3, dtype=torch.int32)]},
+            ValueError, r"block_tables\[1\] must be of as many rows as block_tables\[0\]",
+        ),
+        (
+            {"block_tables": [torch.zeros(3, 4, dtype=torch.int32).T]}, ValueError,
+            r"block_tables\[0\] must be contiguous along a row",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_that_do_not_fit(replaced, error, sentence):
+    layouts.refuse(OP, with_arguments(OP, samples.block_fold(samples.MOVES), **replaced), error, sentence)
+
+
+def test_a_full_block_moves_no_rows():
+    arguments = samples.block_fold(samples.FULL_BLOCKS, ring=True, moves_rows=True)
+    layouts.refuse(OP, arguments, ValueError, "moves_rows must be False with num_computed_tokens, got True")
+    for size in (0, -1, 2**31):
+        arguments = samples.block_fold(samples.FULL_BLOCKS, block_size=size)
+        layouts.refuse(OP, arguments, ValueError, "block_size must be (positive|below 2.31), got")
