@@ -100,8 +100,8 @@ def plan_recurrent_block_fold(
             rows = (target + 1) * block_size - before
         moves = min(source, target) >= 0 and (source != target if target_columns is not None else rows > 0)
         folds.append((int(table[row, source]), int(table[row, target]), rows) if moves else (0, 0, 0))
-    slots = torch.tensor(folds, dtype=torch.int32).view(-1, 3).unbind(1)
-    plan_recurrent_fold(plan, cursors, *slots, keep_source=num_computed_tokens is not None)
+    sources, targets, num_rows = torch.tensor(folds, dtype=torch.int32).view(-1, 3).unbind(1)
+    plan_recurrent_fold(plan, cursors, sources, targets, num_rows, num_computed_tokens is not None)
     if moves_rows:
         for _, moved, first, target in plan.tolist():
             if target > 0:
