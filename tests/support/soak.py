@@ -226,10 +226,11 @@ def host_mib(process: int) -> float:
 
 
 def gpu_mib() -> float | None:
-    """Return the memory in use on the first GPU in MiB, or None without a GPU."""
+    """Return the memory in use in MiB on the first GPU that this process may use, or None without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
-    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"]
     return float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
 

@@ -242,12 +242,26 @@ def test_metadata_with_prefix_caching_needs_vllm_s_indices() -> None:
     for mode in ("none", "align"):
         builder.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
         if mode == "none":
-            assert builder._slots(table).tolist() == [[0], [3], [6], [9]]
+            assert builder._slots(table).tolist() == [0, 3, 6, 9]
             continue
         with pytest.raises(RuntimeError, match=r"must set mamba_aligned_state_indices before .* are unknown"):
             builder._slots(table)
         builder.mamba_aligned_state_indices = table.flip(1)
-        assert builder._slots(table[:2]).tolist() == [[2], [5]]
+        assert builder._slots(table[:2]).tolist() == [2, 5]
+
+
+def test_metadata_with_a_plan_differs_only_in_the_plan() -> None:
+    from nwor_ops.vllm.recurrent.metadata import OneStateMetadata
+
+    before = OneStateMetadata(1, 8, 0, 0, 2, 6, 14, batch_kept=torch.ones(3))
+    indices, plan, window_id = torch.zeros(2, 1), torch.zeros(2, 4), torch.zeros(1)
+    after = before.with_plan(indices, plan, window_id)
+    changed = {"spec_state_indices_tensor": indices, "plan": plan, "window_id": window_id}
+    assert type(after) is OneStateMetadata
+    for field in dataclasses.fields(before):
+        expected = changed.get(field.name, getattr(before, field.name))
+        assert getattr(after, field.name) is expected, field.name
+    assert before.plan is None
 
 
 def test_a_batch_of_prompts_has_no_windows_of_an_earlier_one() -> None:
@@ -1478,13 +1492,13 @@ def test_an_engine_without_speculation_has_one_state_too() -> None:
 
 def test_decodes_without_drafts_are_windows() -> None:
     """A prompt's chunk of one token is a window only if the runner says that it runs as a decode."""
-    from nwor_ops.vllm.recurrent.metadata import _drafts_of_decodes
+    from nwor_ops.vllm.recurrent.metadata import _decodes_of
 
     starts = torch.tensor([0, 1, 2, 3, 8, 8], dtype=torch.int32)  # the last request is padding
     batch = SimpleNamespace(query_start_loc_cpu=starts, is_prefilling=torch.tensor([False, False, True, True, False]))
-    assert _drafts_of_decodes(batch).tolist() == [0, 0, -1, -1, -1]
+    assert _decodes_of(batch).tolist() == [True, True, False, False, False]
     batch.is_prefilling = None  # as in the capture of a graph
-    assert _drafts_of_decodes(batch).tolist() == [0, 0, 0, -1, -1]
+    assert _decodes_of(batch).tolist() == [True, True, True, False, False]
 
 
 def test_the_setting() -> None:

@@ -117,3 +117,14 @@ def test_bad_lines_of_a_log() -> None:
     ]
     bad = ["ERROR [a.py:1] no", "Traceback (most recent call last):", "WARNING AuditError: row 3"]
     assert [line for line in fine + bad if soak.BAD_LINE.search(line)] == bad
+
+
+def test_the_memory_is_that_of_the_first_visible_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\nfor word; do case "$word" in --id=*) echo "${word#--id=}00" ;; esac; done\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert soak.gpu_mib() == 300.0
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert soak.gpu_mib() == 0.0

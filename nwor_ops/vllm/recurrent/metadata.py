@@ -15,9 +15,10 @@ in all layers of the group with one launch.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.attention.backends.gdn_attn import (
@@ -55,6 +56,15 @@ class OneStateMetadata(GDNAttentionMetadata):
         """Whether every token of the batch belongs to a window."""
         return self.num_spec_decodes > 0 and self.num_prefills == 0 and self.num_decodes == 0
 
+    def with_plan(self, indices: Tensor | None, plan: Tensor | None, window_id: Tensor | None) -> OneStateMetadata:
+        """Return a copy with a plan, and the state indices that are its first column.
+
+        Each group of layers has one in every step. ``dataclasses.replace`` would take ten times as long.
+        """
+        made = OneStateMetadata.__new__(OneStateMetadata)
+        made.__dict__.update(self.__dict__, spec_state_indices_tensor=indices, plan=plan, window_id=window_id)
+        return made
+
 
 class OneStateBackend(GDNAttentionBackend):
     """vLLM's attention back end with our metadata builder."""
@@ -89,6 +99,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self._all_windows = torch.ones(rows, dtype=torch.bool, device=device)
         self.window_id = torch.zeros(1, dtype=torch.int64, device=device)
         self._fold_plan = torch.zeros_like(self.plan)
+        self._indices: dict[int, Tensor] = {}  # number of rows: the plan's first column, once per token of a window
         # First tokens and slots of the windows that were planned last.
         self.starts = torch.zeros(1, dtype=torch.int32, device=device)
         self.slots = torch.zeros(0, dtype=torch.int32, device=device)
@@ -119,12 +130,13 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
     ) -> OneStateMetadata:
         slots = self._slots(common_attn_metadata.block_table_tensor)
         if self.num_spec == 0:
-            num_decode_draft_tokens_cpu = _drafts_of_decodes(common_attn_metadata)
-            num_accepted_tokens = self._ones[: common_attn_metadata.num_reqs]
-            decodes = int((num_decode_draft_tokens_cpu == 0).sum())
+            is_decode = _decodes_of(common_attn_metadata)
+            decodes = int(is_decode.sum())
             if decodes and decodes == int(common_attn_metadata.query_start_loc_cpu[-1]):
-                return self._planned(self._of_decodes(common_attn_metadata, decodes), slots[:, 0])
-        table = self._table(common_attn_metadata.block_table_tensor, slots)
+                return self._planned(self._of_decodes(common_attn_metadata, decodes), slots)
+            num_decode_draft_tokens_cpu = torch.from_numpy(is_decode.astype(np.int32) - 1)
+            num_accepted_tokens = self._ones[: common_attn_metadata.num_reqs]
+        table = self._table(common_attn_metadata.block_table_tensor)
         built = super().build(
             common_prefix_len,
             common_attn_metadata.replace(block_table_tensor=table),
@@ -138,7 +150,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             batch_ends=common_attn_metadata.seq_lens,
             batch_starts=common_attn_metadata.query_start_loc,
         )
-        return self._planned(metadata, slots[:, 0])
+        return self._planned(metadata, slots)
 
     def _of_decodes(self, common: Any, decodes: int) -> OneStateMetadata:
         """Return the metadata of a batch with only windows of one token, without the plan.
@@ -172,8 +184,8 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         slots = self._slots(blk_table)
         updated: Any = metadata
         if not metadata.is_windows_only:
-            updated = super().update_block_table(metadata, self._table(blk_table, slots), slot_mapping)
-        return self._planned(updated, slots[:, 0])
+            updated = super().update_block_table(metadata, self._table(blk_table), slot_mapping)
+        return self._planned(updated, slots)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         steps, host_seconds = self.steps, self.host_seconds
@@ -182,7 +194,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         return made
 
     def _slots(self, block_table: Tensor) -> Tensor:
-        """Return the block with the state of each request, ``[num_reqs, 1]``.
+        """Return the block with the state of each request, ``[num_reqs]``.
 
         Without prefix caching, it is the first block of the request.
 
@@ -195,15 +207,15 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
                 "nwor: with prefix caching, vLLM must set mamba_aligned_state_indices before it builds metadata of "
                 "Gated DeltaNet layers, but it is not set: the blocks of the requests' states are unknown"
             )
-        return (block_table if aligned is None else aligned[: block_table.shape[0]])[:, :1]
+        return block_table[:, 0] if aligned is None else aligned[: block_table.shape[0], 0]
 
-    def _table(self, block_table: Tensor, slots: Tensor) -> Tensor:
+    def _table(self, block_table: Tensor) -> Tensor:
         """Return the block table that vLLM's builder needs.
 
         With prefix caching, vLLM reads the aligned indices, which it finds itself, and looks up the blocks of
         checkpoints in the whole table. Without prefix caching, it takes the first columns of the table.
         """
-        return block_table if self.vllm_config.cache_config.mamba_cache_mode == "align" else slots
+        return block_table if self.vllm_config.cache_config.mamba_cache_mode == "align" else block_table[:, :1]
 
     def take_planned(self) -> bool:
         """Return whether windows were planned since the last call."""
@@ -257,7 +269,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             self._fold(metadata, slots)
         if metadata.num_spec_decodes == 0:
             self.slots = self.slots[:0]
-            return replace(metadata, plan=None, window_id=None)
+            return metadata.with_plan(metadata.spec_state_indices_tensor, None, None)
         starts = metadata.spec_query_start_loc
         kept = metadata.num_accepted_tokens  # tokens of the last window that stay, 1 to K + 1
         assert starts is not None
@@ -267,16 +279,19 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             assert metadata.spec_state_indices_tensor is not None
             slots = metadata.spec_state_indices_tensor[:, 0]
         cursors = self.group.cursors  # raises if no cache is bound
-        self.slots, self.starts = slots[:windows], starts[: windows + 1]
-        cursors.plan_window(
-            self.plan, self.window_id, self.slots, self.starts, kept[:windows], max_window=self.num_spec + 1
-        )
+        rows = starts.shape[0] - 1
+        # A batch without padding needs no views of its first rows. Each takes the host as long as a launch.
+        self.slots = slots if slots.shape[0] == windows else slots[:windows]
+        self.starts = starts if rows == windows else starts[: windows + 1]
+        cursors.plan_window(self.plan, self.window_id, self.slots, self.starts, kept, max_window=self.num_spec + 1)
         cursors.skipped.copy()
         self._has_planned = True
         self.steps += 1
         # The convolution uses the slots that the plan reads. They are 0 for padded rows and for skipped requests.
-        indices = self.plan[: starts.shape[0] - 1, :1].expand(-1, self.num_spec + 1)
-        return replace(metadata, spec_state_indices_tensor=indices, plan=self.plan, window_id=self.window_id)
+        indices = self._indices.get(rows)
+        if indices is None:
+            indices = self._indices[rows] = self.plan[:rows, :1].expand(-1, self.num_spec + 1)
+        return metadata.with_plan(indices, self.plan, self.window_id)
 
     def _fold(self, metadata: OneStateMetadata, slots: Tensor) -> None:
         """Fold the blocks of requests whose tokens vLLM's kernels compute in this step.
@@ -319,15 +334,13 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self.audit.folded(self.group, plan, "prompt_folds")
 
 
-def _drafts_of_decodes(common: Any) -> Tensor:
-    """Return what vLLM's runner passes with drafts: 0 for each decode of a batch, -1 for prompts and padding.
+def _decodes_of(common: Any) -> np.ndarray:
+    """Return which requests of a batch decode, bool ``[num_reqs]``. Prompts and padding do not.
 
-    As there, a prompt's chunk of one token is a decode if the runner says so: FULL graphs compute it.
-
-    Returns:
-        int32 ``[num_reqs]`` on the host.
+    As in vLLM's runner with drafts, a prompt's chunk of one token is a decode if the runner says so: FULL graphs
+    compute it.
     """
-    decodes = common.query_start_loc_cpu.diff() == 1
+    decodes: np.ndarray = np.diff(common.query_start_loc_cpu.numpy()) == 1
     if common.is_prefilling is not None:
-        decodes &= ~common.is_prefilling
-    return decodes.to(torch.int32) - 1
+        decodes &= ~common.is_prefilling.numpy()
+    return decodes
