@@ -182,8 +182,9 @@ def test_outputs_without_drafts_equal_those_of_vllm(case: str) -> None:
     said = said_of(case, f"one_state_{'layers' if layer == 'plain' else layer}.py")
     assert said["blocks"] == [1, 1]
     assert min(said["windows_only"], said["mixed"]) > 4
-    # Our builder copies nothing for a batch of decodes. For graphs, vLLM's builder copies for each group.
-    assert said["launches_added"] == (-2 if "graphs" in case else 1)
+    # Our builder copies nothing for a batch of decodes. For graphs, vLLM's builder copies for each group. Operations on
+    # the host's tensors count too.
+    assert said["launches_added"] == (-10 if "graphs" in case else -7)
     assert said["states_compared"] > 100
     # Each window applies the row of the one before it. A prompt's chunk may be a window, whose row the next one folds.
     assert said["states_compared"] - said["prompt_folds"] == said["rows_reapplied"]
