@@ -62,7 +62,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"benchmarks/gpu_(?:methods|engine)\.py", ("package/test_gpu_methods.py",)),
     (r"benchmarks/gpu_(?:parallel|engine)\.py", ("package/test_gpu_parallel.py",)),
     (r".*\.md", ("package/test_documents.py",)),
-    (r"tests/support/house\.py", ("package/test_house.py",)),
+    (r"tests/support/import_graph\.py", ("package/test_import_graph.py",)),
     (r"nwor_ops/testing/ports\.py", ("package/test_ports.py",)),
 )
 

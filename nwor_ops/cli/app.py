@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from nwor_ops.cli.extras import require
-from nwor_ops.cli.stages import Stages
+from nwor_ops.cli.progress import Tasks
 
 app = typer.Typer(
     help="No Write On Reject: faster speculative decoding.",
@@ -54,8 +54,8 @@ def _exit_if_invalid(command: str, invalid: type[ValueError] = ValueError) -> It
 @contextlib.contextmanager
 def _shown(what: str) -> Iterator[None]:
     """Show a progress line on stderr. Redirect the command's own output there too."""
-    stages = Stages(Console(stderr=True, highlight=False), 1)
-    with contextlib.redirect_stdout(sys.stderr), stages.stage(what):
+    tasks = Tasks(Console(stderr=True, highlight=False), 1)
+    with contextlib.redirect_stdout(sys.stderr), tasks.task(what):
         yield
 
 

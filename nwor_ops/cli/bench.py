@@ -27,7 +27,7 @@ from nwor_ops.cli.bench_options import OURS, RANDOM, SIDES, VANILLA, BenchOption
 from nwor_ops.cli.bench_picture import draw_loads
 from nwor_ops.cli.bench_report import Finding, Load, as_dict, print_loads
 from nwor_ops.cli.files import not_written
-from nwor_ops.cli.stages import Stages
+from nwor_ops.cli.progress import Tasks
 from nwor_ops.config import is_ours
 from nwor_ops.testing.server import Server, ServerFailed
 
@@ -225,8 +225,8 @@ def _uninterrupted() -> Iterator[None]:
 
 def _measure(options: BenchOptions, console: Console) -> tuple[dict[str, Any], list[Load]]:
     started = time.monotonic()
-    stages = Stages(console, 2 if options.restart else 3)
-    with stages.stage(f"checking whether {options.titles[OURS]} runs with these arguments"):
+    tasks = Tasks(console, 2 if options.restart else 3)
+    with tasks.task(f"checking whether {options.titles[OURS]} runs with these arguments"):
         with contextlib.redirect_stdout(sys.stderr):
             config = _prepare(options)
         try:
@@ -234,21 +234,19 @@ def _measure(options: BenchOptions, console: Console) -> tuple[dict[str, Any], l
         except ValueError as error:
             raise Stopped(Outcome.INVALID, str(error)) from None
     servers, plan = Servers(options, memory_arguments(options, config)), Plan(options, client)
-    (_measure_restarted if options.restart else _measure_side_by_side)(options, console, stages, servers, plan)
+    (_measure_restarted if options.restart else _measure_side_by_side)(options, console, tasks, servers, plan)
     loads = [Load(requests, runs) for requests, runs in plan.runs.items()]
     result = _describe(options, config, servers, loads)
     return result | {"seconds": round(time.monotonic() - started, 1)}, loads
 
 
-def _measure_side_by_side(
-    options: BenchOptions, console: Console, stages: Stages, servers: Servers, plan: Plan
-) -> None:
+def _measure_side_by_side(options: BenchOptions, console: Console, tasks: Tasks, servers: Servers, plan: Plan) -> None:
     with contextlib.ExitStack() as stack:
-        with stages.stage(f"starting two servers, vanilla and {options.titles[OURS]}"):
+        with tasks.task(f"starting two servers, vanilla and {options.titles[OURS]}"):
             both = stack.enter_context(servers.running(*SIDES))
         minutes = math.ceil(plan.total * options.seconds / 60)
         title = f"measuring {options.rounds} rounds after a warm-up, about {minutes} min"
-        with stages.stage(title, plan.total) as advance:
+        with tasks.task(title, plan.total) as advance:
             for server in both.values():
                 plan.warm_up(server)
             for number in range(options.rounds):
@@ -259,9 +257,9 @@ def _measure_side_by_side(
                 _say_round(console, options, number)
 
 
-def _measure_restarted(options: BenchOptions, console: Console, stages: Stages, servers: Servers, plan: Plan) -> None:
+def _measure_restarted(options: BenchOptions, console: Console, tasks: Tasks, servers: Servers, plan: Plan) -> None:
     title = f"measuring {options.rounds} rounds, each after a start of each side"
-    with stages.stage(title, plan.total) as advance:
+    with tasks.task(title, plan.total) as advance:
         for number in range(options.rounds):
             for side in _order(number):
                 with servers.running(side) as started:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from nwor_ops.cli.bench_report import Finding, Load, rates
 
-# The colors of Okabe and Ito, as in picture.py.
+# The colors of Okabe and Ito, as in demo_picture.py.
 COLOURS = {
     Finding.FASTER: "#009e73",
     Finding.SLOWER: "#d55e00",

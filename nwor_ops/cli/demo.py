@@ -25,7 +25,7 @@ from rich.markup import escape
 
 from nwor_ops.cli.demo_options import PARTS, SIZES, DemoOptions, own_dtype
 from nwor_ops.cli.demo_report import checked, print_result, write_files
-from nwor_ops.cli.stages import Stages
+from nwor_ops.cli.progress import Tasks
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
 from nwor_ops.testing.tiny_llama import write_tiny_llama
 from nwor_ops.testing.workload import MAX_RUNNING, Request, text_requests, tiny_llama_requests
@@ -112,10 +112,10 @@ def _requests(options: DemoOptions) -> list[Request]:
 
 
 def _measure(options: DemoOptions, console: Console) -> dict[str, Any]:
-    stages = Stages(console, 6 if options.own_model else 7)
+    tasks = Tasks(console, 6 if options.own_model else 7)
     models = dict.fromkeys(PARTS, options.model)
     if not options.own_model:
-        with stages.stage("creating two models: " + ", ".join(options.models.values())):
+        with tasks.task("creating two models: " + ", ".join(options.models.values())):
             models = {part: str(write_tiny_llama(options.output / part, size=SIZES[part])) for part in PARTS}
     # Half the tokens for the larger model, which makes them again in every round.
     shorter = {"audited": options, "timed": replace(options, max_tokens=max(options.max_tokens // 2, 8))}
@@ -123,27 +123,27 @@ def _measure(options: DemoOptions, console: Console) -> dict[str, Any]:
     if not options.own_model:
         for part, job in jobs.items():
             job["engine"]["dtype"] = own_dtype(part)
-    with stages.stage("starting two engines, vanilla vLLM and NWOR, both audited"):
+    with tasks.task("starting two engines, vanilla vLLM and NWOR, both audited"):
         engines = start_engines(options, jobs["audited"], audit=True)
     try:
-        with stages.stage(f"running {len(jobs['audited']['requests'])} requests in both, every byte compared"):
+        with tasks.task(f"running {len(jobs['audited']['requests'])} requests in both, every byte compared"):
             audited = _run_audited(engines)
     finally:
         close_all(engines.values())
-    with stages.stage("starting two more engines, without an audit"):
+    with tasks.task("starting two more engines, without an audit"):
         engines = start_engines(options, jobs["timed"], audit=False)
     try:
-        with stages.stage("timing them in turns", options.rounds) as advance:
+        with tasks.task("timing them in turns", options.rounds) as advance:
             timed = run_timed(options, engines, advance)
     finally:
         close_all(engines.values())
-    return {"audited": audited, "timed": timed} | run_library(options, stages.stage)
+    return {"audited": audited, "timed": timed} | run_library(options, tasks.task)
 
 
 def run_library(
-    options: DemoOptions, stage: Callable[[str], AbstractContextManager[object]]
+    options: DemoOptions, task: Callable[[str], AbstractContextManager[object]]
 ) -> dict[str, dict[str, Any]]:
-    """Run the parts without vLLM, in a separate process. Each part runs inside ``with stage(title):``."""
+    """Run the parts without vLLM, in a separate process. Each part runs inside ``with task(title):``."""
     job = {"num_speculative_tokens": options.num_speculative_tokens}
     environment = engine_environment("off", audit=False, offline=True)
     program = ("-m", "nwor_ops.cli.demo_library")
@@ -151,7 +151,7 @@ def run_library(
     try:
         answers: dict[str, dict[str, Any]] = {}
         for part, what in LIBRARY_PARTS.items():
-            with stage(what):
+            with task(what):
                 if not answers:
                     process.wait_until_ready()
                 answers[part] = process.ask(part)

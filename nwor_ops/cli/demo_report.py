@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nwor_ops.cli.demo_options import PARTS, SIDES, DemoOptions
-from nwor_ops.cli.picture import cache_panels, draw_caches
+from nwor_ops.cli.demo_picture import cache_panels, draw_caches
 
 # A larger ratio between the rounds of one engine means that the machine is busy.
 STEADY = 1.5

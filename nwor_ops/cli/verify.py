@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from nwor_ops.cli.files import check_file, lines_of, not_written, parse_json
-from nwor_ops.cli.stages import Stages
+from nwor_ops.cli.progress import Tasks
 from nwor_ops.cli.verify_archive import Redaction, allowed_environment, versions_here, write_archive
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
@@ -102,7 +102,7 @@ class Result:
     log: str = ""
 
 
-Stage = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
+Task = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
 
 
 def check_options(options: VerifyOptions) -> None:
@@ -159,17 +159,17 @@ def run_verify(options: VerifyOptions, as_json: bool) -> int:
     """
     redaction = Redaction(os.environ, options.arguments, _prompts(options))
     progress = Console(stderr=True, highlight=False)
-    stages, result = Stages(progress, 4 if options.arguments else 1), Result()
+    tasks, result = Tasks(progress, 4 if options.arguments else 1), Result()
     with tempfile.TemporaryDirectory(prefix="nwor-verify-") as folder:
         engine = _engine(options, pathlib.Path(folder)) if options.arguments else None
         try:
             if engine is not None:
-                with stages.stage("reading the engine's arguments"):
+                with tasks.task("reading the engine's arguments"):
                     _read_arguments(engine)
             seconds = options.minutes * 60
-            _compare_ops(options, seconds * (SHARE_OF_OPS if engine else 1.0), stages.stage, result)
+            _compare_ops(options, seconds * (SHARE_OF_OPS if engine else 1.0), tasks.task, result)
             if engine is not None and result.outcome is Outcome.FINE:
-                _audit_engine(engine, seconds * (1 - SHARE_OF_OPS), stages.stage, result)
+                _audit_engine(engine, seconds * (1 - SHARE_OF_OPS), tasks.task, result)
         finally:
             if engine is not None:
                 engine.close()
@@ -192,12 +192,12 @@ def run_verify(options: VerifyOptions, as_json: bool) -> int:
 # ---------------------------------------------------------------- ops
 
 
-def _compare_ops(options: VerifyOptions, seconds: float, stage: Stage, result: Result) -> None:
+def _compare_ops(options: VerifyOptions, seconds: float, task: Task, result: Result) -> None:
     """Compare windows until the time is over: at least one of each family. Stop at the first difference."""
     calls: Counter[str] = Counter()
     doing, whole_seconds = f"comparing random windows of every op on {options.device}", max(1, round(seconds))
     started, rounds = time.monotonic(), 0
-    with stage(doing, whole_seconds) as advance:
+    with task(doing, whole_seconds) as advance:
         show = _progress(advance, whole_seconds)
         while result.violation is None and (rounds == 0 or time.monotonic() < started + seconds):
             _compare_round(options.seed + rounds, options.device, calls, result)
@@ -208,7 +208,7 @@ def _compare_ops(options: VerifyOptions, seconds: float, stage: Stage, result: R
 
 
 def _progress(advance: Callable[[], None], most: int) -> Callable[[float], None]:
-    """Return a function that shows how many of the parts of a stage are done."""
+    """Return a function that shows how many of the parts of a task are done."""
     shown = 0
 
     def show(done: float) -> None:
@@ -262,15 +262,15 @@ def _read_arguments(engine: EngineProcess) -> None:
         raise InvalidOptions(f"vLLM refuses the arguments: {found[1] if found else sentence}") from None
 
 
-def _audit_engine(engine: EngineProcess, seconds: float, stage: Stage, result: Result) -> None:
+def _audit_engine(engine: EngineProcess, seconds: float, task: Task, result: Result) -> None:
     """Start the engine and serve random requests until the time is over. An error of the audit ends the engine."""
     started, doing = False, "starting the engine, audited at every step"
     try:
-        with stage(doing, None):
+        with task(doing, None):
             engine.ask("start")
         started = True
         slices, rest = max(1, round(seconds / SLICE_SECONDS)), seconds
-        with stage("serving random requests", slices) as advance:
+        with task("serving random requests", slices) as advance:
             began, show = time.monotonic(), _progress(advance, slices)
             while "requests" not in result.engine or rest > 0:  # a step of a large cache may take seconds
                 result.engine["requests"] = engine.ask(f"serve {min(rest, SLICE_SECONDS):.2f}")

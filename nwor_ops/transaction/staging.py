@@ -448,7 +448,7 @@ class KVCacheInterceptor(BoundToMemory):
         self.reason = ""  # why the last window was not staged
         self._staged_layers = 0
         self._direct_windows = 0
-        self._fallbacks = 0
+        self._refused_windows = 0
 
     @property
     def mode(self) -> str:
@@ -560,7 +560,7 @@ class KVCacheInterceptor(BoundToMemory):
 
     def stats(self) -> InterceptorStats:
         """Return the totals so far. Synchronizes with the device."""
-        return InterceptorStats(self.buffer.stats(), self._direct_windows, self._fallbacks)
+        return InterceptorStats(self.buffer.stats(), self._direct_windows, self._refused_windows)
 
     def _write_directly(self, reason: str) -> None:
         self.reason = reason
@@ -568,6 +568,6 @@ class KVCacheInterceptor(BoundToMemory):
 
     def _skip_staging(self, error: Exception) -> None:
         self._write_directly(str(error))
-        self._fallbacks += 1
-        if self._fallbacks == 1:
+        self._refused_windows += 1
+        if self._refused_windows == 1:
             warnings.warn(f"nwor_ops: a window was written directly: {error}", RuntimeWarning, stacklevel=3)

@@ -33,7 +33,7 @@ from nwor_ops.cli.app import app
 from nwor_ops.cli.bench_client import Run
 from nwor_ops.cli.bench_options import OURS, VANILLA, BenchOptions, check_options, parse_requests, parse_variables
 from nwor_ops.cli.bench_report import Finding, Load, as_dict, interval_of_median, print_loads, remarks, sentence
-from nwor_ops.cli.stages import Stages
+from nwor_ops.cli.progress import Tasks
 
 STEADY = (1.01, 1.02, 0.99, 1.0, 1.01, 0.98)
 
@@ -418,7 +418,7 @@ def test_the_sides_run_the_same_in_turn(restart: bool, tmp_path: pathlib.Path) -
     machine, console = Machine(), Console(file=io.StringIO())
     plan = bench.Plan(options, machine)  # type: ignore[arg-type]
     measure = bench._measure_restarted if restart else bench._measure_side_by_side
-    measure(options, console, Stages(console, 2), machine, plan)  # type: ignore[arg-type]
+    measure(options, console, Tasks(console, 2), machine, plan)  # type: ignore[arg-type]
     measured = [asked for asked in machine.asked if asked[3] not in bench.WARM_UP_SEEDS]
     # A request takes half a second, so 5.1 seconds are enough for 10, one after the other.
     first, second = [(requests, 10 * requests, 0) for requests in (1, 4)], [(1, 10, 1), (4, 40, 1)]

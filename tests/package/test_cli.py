@@ -766,15 +766,15 @@ def test_timed_rounds_are_in_turns_and_the_first_answers_do_not_count(tmp_path):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_stages_say_what_is_done_and_how_far_it_is(terminal):
+def test_tasks_say_what_is_done_and_how_far_it_is(terminal):
     console_module = pytest.importorskip("rich.console")
-    from nwor_ops.cli.stages import Stages
+    from nwor_ops.cli.progress import Tasks
 
     console = console_module.Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
-    stages = Stages(console, 2)
-    with stages.stage("making [a model]"):
+    tasks = Tasks(console, 2)
+    with tasks.task("making [a model]"):
         pass
-    with stages.stage("timing", most=7) as advance:
+    with tasks.task("timing", most=7) as advance:
         advance()
         advance()
     printed = console.file.getvalue()

@@ -380,7 +380,7 @@ def test_switching_is_one_value(mode, kv_cache_dtype):
     staged.expect(written, range(4), range(7, 11), kept)
     staged.assert_as_expected()
     stats = interceptor.stats()
-    assert (stats.staging.windows, stats.direct_windows, stats.fallbacks) == (
+    assert (stats.staging.windows, stats.direct_windows, stats.refused_windows) == (
         (1, 0, 0) if mode == "staging" else (0, 1, 0)
     )
     assert interceptor.reason == ("" if mode == "staging" else "the mode is direct")
@@ -398,7 +398,7 @@ def test_not_ready_until_warm_up_is_over():
     run(interceptor, staged, 4, torch.arange(4), accepted)
     staged.assert_as_expected()
     stats = interceptor.stats()
-    assert (stats.staging.windows, stats.direct_windows, stats.fallbacks) == (1, 1, 0)
+    assert (stats.staging.windows, stats.direct_windows, stats.refused_windows) == (1, 1, 0)
 
 
 def test_a_window_that_the_buffer_refuses_is_written_directly():
@@ -410,7 +410,7 @@ def test_a_window_that_the_buffer_refuses_is_written_directly():
         written = run(interceptor, staged, 13, slots, torch.zeros(13, dtype=torch.bool))
     staged.expect(written, range(13), slots.tolist(), set(range(13)))
     staged.assert_as_expected()
-    assert interceptor.stats().fallbacks == 1
+    assert interceptor.stats().refused_windows == 1
     assert "at most 12" in interceptor.reason
 
 
@@ -439,7 +439,7 @@ def test_an_error_at_the_first_layer_makes_the_window_direct():
     interceptor.cancel()
     staged.assert_as_expected()
     stats = interceptor.stats()
-    assert (stats.direct_windows, stats.fallbacks, stats.staging.windows) == (1, 1, 2)
+    assert (stats.direct_windows, stats.refused_windows, stats.staging.windows) == (1, 1, 2)
 
     assert interceptor.begin(slots)  # a layer staged in the previous window does not count for this one
     with warnings.catch_warnings():
@@ -448,7 +448,7 @@ def test_an_error_at_the_first_layer_makes_the_window_direct():
     assert not interceptor.staging
     staged.expect({"packed.0": first}, range(3), range(3), {0, 1, 2})
     staged.assert_as_expected()
-    assert interceptor.stats().fallbacks == 2
+    assert interceptor.stats().refused_windows == 2
 
 
 def test_scales_of_a_direct_write():

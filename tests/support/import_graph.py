@@ -1,8 +1,8 @@
 """List the imports between the files of nwor_ops and meta, and the includes of csrc.
 
-    python tests/support/house.py             # every component, and the components that it imports
-    python tests/support/house.py --files     # every file
-    python tests/support/house.py --dot       # for Graphviz; dashed: imported inside a function
+    python tests/support/import_graph.py             # every component, and the components that it imports
+    python tests/support/import_graph.py --files     # every file
+    python tests/support/import_graph.py --dot       # for Graphviz; dashed: imported inside a function
 
 A component is a package without subpackages. In a package with subpackages, each file is a component. Imports inside
 functions and below `if TYPE_CHECKING` count too.

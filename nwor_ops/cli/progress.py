@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
-class Stages:
-    """Show the progress: a live line on a terminal, otherwise one line before and one line after each stage."""
+class Tasks:
+    """Show the progress: a live line on a terminal, otherwise one line before and one line after each task."""
 
     def __init__(self, console: Console, count: int) -> None:
         self._console = console
@@ -20,8 +20,8 @@ class Stages:
         self._begun = 0
 
     @contextmanager
-    def stage(self, what: str, most: int | None = None) -> Iterator[Callable[[], None]]:
-        """Show one stage. Yields a function to call after each of its ``most`` parts."""
+    def task(self, what: str, most: int | None = None) -> Iterator[Callable[[], None]]:
+        """Show one task. Yields a function to call after each of its ``most`` parts."""
         self._begun += 1
         title = f"{self._begun}/{self._count} {what}"
         started = time.monotonic()
@@ -29,8 +29,8 @@ class Stages:
             bar = () if most is None else (BarColumn(), MofNCompleteColumn())
             columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), *bar, TimeElapsedColumn())
             with Progress(*columns, console=self._console, transient=True) as progress:
-                task = progress.add_task(title, total=most)
-                yield lambda: progress.advance(task)
+                added = progress.add_task(title, total=most)
+                yield lambda: progress.advance(added)
         else:
             self._console.print(f"{title} ...", soft_wrap=True, markup=False)
             yield lambda: None

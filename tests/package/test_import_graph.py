@@ -1,6 +1,6 @@
 """The structure of the code: no cycles of imports, not even inside functions or for types only, and none of includes.
 
-tests/support/house.py draws the graphs.
+tests/support/import_graph.py draws the graphs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pathlib
 import re
 
 import pytest
-from house import ROOT, SourceTree, cycles, edges_of, foreign_includes, includes, upward_includes
+from import_graph import ROOT, SourceTree, cycles, edges_of, foreign_includes, includes, upward_includes
 from samples import ops_of
 
 SOURCES = SourceTree()
