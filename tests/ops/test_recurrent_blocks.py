@@ -36,7 +36,7 @@ def test_moves_by_hand(device):
     """A request that moves takes its kept rows with it. Its drafts are dropped."""
     arguments = with_pending(samples.block_fold(samples.MOVES), b1=3, b6=2, b4=3)
     plan, cursors, *_ = layouts.assert_same_as_oracle(OP, arguments, device)
-    # Requests of rows 2, 0, padding, 1 and 3 of both tables: of the last, the state of row 3 does not exist yet.
+    # The requests have rows 2, 0, padding, 1 and 3 of both tables. Row 3 has no state yet.
     assert plan.tolist() == [
         [6, 2, 1, 8], [1, 2, 1, 2], [0] * 4, [0] * 4, [0] * 4,
         [14, 0, 0, 16], [9, 0, 0, 10], [0] * 4, [0] * 4, [0] * 4, *[[0] * 4] * 2,
