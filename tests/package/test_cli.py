@@ -820,34 +820,34 @@ def count_pixels(image, colour: str) -> int:
 
 def test_the_picture_shows_each_state_in_its_colour(tmp_path):
     pyplot_image = pytest.importorskip("matplotlib.image")
-    from nwor_ops.cli import picture
+    from nwor_ops.cli import demo_picture
 
     path = tmp_path / "cache.png"
     clean = [block.replace("2", "0") for block in BLOCKS]
-    panels = picture.cache_panels({"vanilla": {"group": BLOCKS}, "nwor": {"group": clean}})
-    assert [panel.count(picture.STALE) for panel in panels] == [4, 0]
-    picture.draw_caches(panels, path, "both")
+    panels = demo_picture.cache_panels({"vanilla": {"group": BLOCKS}, "nwor": {"group": clean}})
+    assert [panel.count(demo_picture.STALE) for panel in panels] == [4, 0]
+    demo_picture.draw_caches(panels, path, "both")
     image = pyplot_image.imread(path)
-    assert image.shape[1] == picture.WIDTH_INCHES * picture.DPI
+    assert image.shape[1] == demo_picture.WIDTH_INCHES * demo_picture.DPI
     left, right = image[:, : image.shape[1] // 2].copy(), image[:, image.shape[1] // 2 :].copy()
     # The legend shows each color once, so compare only the panels below it.
-    below = int(1.1 * picture.DPI)
-    stale = picture.COLOURS[picture.STALE]
+    below = int(1.1 * demo_picture.DPI)
+    stale = demo_picture.COLOURS[demo_picture.STALE]
     assert count_pixels(left[below:], stale) > 100
     assert count_pixels(right[below:], stale) == 0
-    for state in (picture.COMMITTED, picture.FREE):
-        assert count_pixels(left[below:], picture.COLOURS[state]) > 1000
-        assert count_pixels(right[below:], picture.COLOURS[state]) > 1000
+    for state in (demo_picture.COMMITTED, demo_picture.FREE):
+        assert count_pixels(left[below:], demo_picture.COLOURS[state]) > 1000
+        assert count_pixels(right[below:], demo_picture.COLOURS[state]) > 1000
 
 
 def test_a_cache_of_several_groups_gets_a_row_of_panels_per_group(tmp_path):
     pytest.importorskip("matplotlib")
-    from nwor_ops.cli import picture
+    from nwor_ops.cli import demo_picture
 
     caches = {"vanilla": {"full": BLOCKS, "window": BLOCKS}, "nwor": {"full": BLOCKS, "window": BLOCKS}}
-    panels = picture.cache_panels(caches)
+    panels = demo_picture.cache_panels(caches)
     assert [panel.title for panel in panels] == [
         "vanilla, group full", "nwor, group full", "vanilla, group window", "nwor, group window",
     ]  # fmt: skip
-    picture.draw_caches(panels, Path(tmp_path) / "cache.png", "groups")
+    demo_picture.draw_caches(panels, Path(tmp_path) / "cache.png", "groups")
     assert (tmp_path / "cache.png").stat().st_size > 5000

@@ -33,6 +33,14 @@ def test_no_private_name_crosses_a_file() -> None:
     assert SOURCES.private_names() == []
 
 
+@pytest.mark.parametrize("folder", ["nwor_ops", "meta", "tests", "tools", "benchmarks", "examples"])
+def test_imports_of_our_modules_exist(folder: str) -> None:
+    """Mypy reads neither tests nor benchmarks, and an import in a function fails only when the function runs."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    assert [unknown for file in files for unknown in SOURCES.unknown_imports(file)] == []
+
+
 def test_no_cycle_of_includes() -> None:
     graph = includes()
     assert [edges_of(cycle, graph) for cycle in cycles(graph)] == []
@@ -115,6 +123,25 @@ def source_tree(folder: pathlib.Path, **files: str) -> SourceTree:
     }
     return SourceTree(
         tree(folder, {"p/__init__.py": ""} | {names[name]: files.get(name, "") for name in names}), {"p": "p"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "unknown"),
+    [
+        ("def f():\n    from p.q import lost", "test.py, line 2: p.q.lost"),
+        ("import p.lost", "test.py, line 1: p.lost"),
+        ("from p.lost import f", "test.py, line 1: p.lost"),
+        ("from p.q.b import lost", "test.py, line 1: p.q.b.lost"),
+        ("from p.q import b", None),
+        ("from p.q.b import f, g, h", None),
+        ("import torch.lost", None),
+    ],
+)
+def test_an_import_of_a_lost_name_is_found(tmp_path: pathlib.Path, line: str, unknown: str | None) -> None:
+    found = source_tree(tmp_path, b="f = 1\ntry:\n    import g\nexcept ImportError:\n    def h(): lost = 1")
+    assert found.unknown_imports(next(iter(tree(tmp_path, {"test.py": line}).glob("test.py")))) == (
+        [unknown] if unknown else []
     )
 
 

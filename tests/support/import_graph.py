@@ -93,6 +93,37 @@ class SourceTree:
             ]
         return [f"{file}, line {line}: {name}" for file, line, name in uses if re.search(r"\._(?!_\w+__$)[^.]*$", name)]
 
+    def bound_names(self, module: str) -> set[str]:
+        """Return the names that `module` binds anywhere outside of its functions and classes, and its submodules."""
+        names = {other.rpartition(".")[2] for other in self.paths if other.rpartition(".")[0] == module}
+        rest: list[ast.AST] = [self.trees[module]]
+        while rest:
+            for node in ast.iter_child_nodes(rest.pop()):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                    names.add(node.name)
+                    continue
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    names.add(node.id)
+                elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                    names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+                rest.append(node)
+        return names
+
+    def unknown_imports(self, path: pathlib.Path) -> list[str]:
+        """Return the imports in the file `path` from modules of this tree that do not exist or do not bind the name."""
+        tops = {module.split(".")[0] for module in self.paths}
+        found = []
+        for node, _ in import_statements(ast.parse(path.read_text())):
+            for alias in node.names:
+                module = alias.name if isinstance(node, ast.Import) else node.module or ""
+                if module.split(".")[0] not in tops or (isinstance(node, ast.ImportFrom) and node.level):
+                    continue
+                if module not in self.paths:
+                    found.append(f"{path.name}, line {node.lineno}: {module}")
+                elif isinstance(node, ast.ImportFrom) and alias.name not in self.bound_names(module) | {"*"}:
+                    found.append(f"{path.name}, line {node.lineno}: {module}.{alias.name}")
+        return found
+
 
 def import_statements(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
     for node in ast.iter_child_nodes(tree):
