@@ -177,7 +177,7 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
                 raise ValueError(f"nwor: {variable} must be 0, 1, off, exact or chunk, got {value!r}")
             settings[name] = _RECURRENT[value.lower()]
         elif name == "ring_rows":
-            if not value.isdecimal():
+            if not value.isdecimal() or len(value) > 2:  # int() refuses very long numbers with another message
                 raise ValueError(f"nwor: {variable} must be 0 to 31, got {value!r}")
             settings[name] = int(value)
         else:

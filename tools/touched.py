@@ -20,7 +20,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"tests/support/shadow_windows\.py", ("ops/test_shadow.py",)),
     (r"(?:csrc|meta|nwor_ops/ops)/.*", ("ops/test_schema.py", "ops/test_plane_table.py")),
     (
-        r"csrc/(?!.*(?:accept|shadow|staging|drafter|recurrent)(?:_\w+)?\.).*|tests/support/(?:layouts|samples|tensors)\.py"
+        r"csrc/(?!.*(?:accept|shadow|staging|drafter|recurrent)(?:_\w+)?\.).*|tests/support/(?:oracle_checks|samples|tensors)\.py"
         r"|nwor_ops/testing/(?:layouts|raw_rows|against_oracle)\.py",
         ("ops/test_undo.py",),
     ),

@@ -25,7 +25,7 @@ from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
 from nwor_ops.vllm.support.refusals import Unsupported
 
 # Takes the original function, and returns its replacement. The argument is None if the function may be missing.
-Wrapper = Callable[[Any], Any]
+Decorator = Callable[[Any], Any]
 
 # ---------------------------------------------------------------- hooks
 
@@ -81,11 +81,11 @@ class Patch:
     Args:
         owner: the module, class or object whose attribute is replaced.
         name: name of the attribute.
-        wrapper: takes the original function and returns its replacement: a function, or a classmethod.
+        decorator: takes the original function and returns its replacement: a function, or a classmethod.
         by: the feature that patches. Several features may patch one function, each of them once.
         signature: the parameters that the function must have, as in :class:`Hook`. None: they are not checked here,
             because the replacement accepts any, or :func:`check_vllm` compared them.
-        may_be_missing: whether the attribute need not exist. ``wrapper`` is then called with None.
+        may_be_missing: whether the attribute need not exist. ``decorator`` is then called with None.
 
     Attributes:
         original: the function that was found, or None.
@@ -97,7 +97,7 @@ class Patch:
         self,
         owner: Any,
         name: str,
-        wrapper: Wrapper,
+        decorator: Decorator,
         by: str,
         signature: str | None = None,
         may_be_missing: bool = False,
@@ -106,7 +106,7 @@ class Patch:
         self.original = getattr(owner, name, None)
         self.replacement: Any = None
         self._found = vars(owner).get(name, _MISSING)
-        self._wrapper, self._may_be_missing, self.number = wrapper, may_be_missing, next(_numbers)
+        self._decorator, self._may_be_missing, self.number = decorator, may_be_missing, next(_numbers)
 
     @property
     def target(self) -> str:
@@ -143,7 +143,7 @@ class Patch:
         problem = self.problem()
         if problem is not None:
             raise Unsupported(problem)
-        self.replacement = self._wrapper(self.original)
+        self.replacement = self._decorator(self.original)
         function = getattr(self.replacement, "__func__", self.replacement)
         if self.original is not None and not hasattr(function, "__wrapped__"):
             functools.update_wrapper(function, self.original)
@@ -190,13 +190,13 @@ class Patches:
         return iter(sorted(self._patches, key=lambda patch: patch.number))
 
     def put(
-        self, owner: Any, name: str, wrapper: Wrapper, signature: str | None = None, may_be_missing: bool = False
+        self, owner: Any, name: str, decorator: Decorator, signature: str | None = None, may_be_missing: bool = False
     ) -> None:
         """Make a patch; the arguments are those of :class:`Patch`, and the errors those of :meth:`Patch.apply`."""
-        self._apply(Patch(owner, name, wrapper, self.by, signature, may_be_missing))
+        self._apply(Patch(owner, name, decorator, self.by, signature, may_be_missing))
 
     def put_once(
-        self, owner: Any, name: str, wrapper: Wrapper, signature: str | None = None, may_be_missing: bool = False
+        self, owner: Any, name: str, decorator: Decorator, signature: str | None = None, may_be_missing: bool = False
     ) -> None:
         """Make a patch if its target fits and has no such patch yet.
 
@@ -204,11 +204,11 @@ class Patches:
 
         Args:
             owner: as for :class:`Patch`, or None if this vLLM does not have it.
-            name, wrapper, signature, may_be_missing: as for :class:`Patch`.
+            name, decorator, signature, may_be_missing: as for :class:`Patch`.
         """
         if owner is None:
             return
-        patch = Patch(owner, name, wrapper, self.by, signature, may_be_missing)
+        patch = Patch(owner, name, decorator, self.by, signature, may_be_missing)
         if not patch.is_repeated and patch.problem() is None:
             self._apply(patch)
 
@@ -237,14 +237,14 @@ class Patches:
         self._patches.add(patch)
 
 
-def _calling(ours: Callable[..., Any]) -> Wrapper:
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+def _calling(ours: Callable[..., Any]) -> Decorator:
+    def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
         def patched(*args: Any, **kwargs: Any) -> Any:
             return ours(original, *args, **kwargs)
 
         return patched
 
-    return wrapper
+    return decorator
 
 
 def when_undone(action: Callable[[], object]) -> None:

@@ -156,7 +156,7 @@ def publish(vllm_config: Any, states: dict[str, str], memory: dict[str, int]) ->
 def patch_core_module(module: ModuleType) -> None:
     """Patch vLLM's engine core so that it asks its workers after their caches are bound."""
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
         def _initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self, vllm_config, *args, **kwargs)
             report(vllm_config, self.model_executor.collective_rpc, module.logger)
@@ -164,4 +164,4 @@ def patch_core_module(module: ModuleType) -> None:
 
         return _initialize_kv_caches
 
-    _patches.put_once(getattr(module, "EngineCore", None), "_initialize_kv_caches", wrapper)
+    _patches.put_once(getattr(module, "EngineCore", None), "_initialize_kv_caches", decorator)

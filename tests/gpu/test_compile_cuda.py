@@ -6,11 +6,11 @@ import samples_accept
 import samples_staging
 import samples_undo
 import torch
-from layouts import random_bytes, same_memory, surrounded, twin
 from samples import with_arguments
 from tensors import flags, int32, int64, numbers
 
 from nwor_ops import ops
+from nwor_ops.testing.layouts import random_bytes, same_memory, surrounded, twin
 
 
 def as_eager(step, arguments, device):

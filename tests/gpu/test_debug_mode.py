@@ -13,13 +13,13 @@ import sys
 import pytest
 import torch
 from bad_input import DEBUG_MODE
-from layouts import twin
 from processes import ROOT
 from samples import sample_inputs, with_arguments
 from tensors import int64
 from transactions import Request, make_batch
 
 from nwor_ops import DraftCommitManager, LayerCache, ops
+from nwor_ops.testing.layouts import twin
 from nwor_ops.transaction.state import State
 
 

@@ -10,12 +10,12 @@ import math
 import pytest
 import samples_drafter as samples
 import torch
-from layouts import same_memory, surrounded, twin
 from no_sync import no_waits
 from samples import argument_names, ops_of, sample_inputs
 from tensors import int64
 
 from nwor_ops import ops
+from nwor_ops.testing.layouts import same_memory, surrounded, twin
 
 OPS = ops_of("drafter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

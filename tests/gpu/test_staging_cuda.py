@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import samples_staging as samples
 import torch
-from layouts import Shape, make_pages, same_memory, twin
 from no_sync import no_waits, no_waits_or_allocations
 from samples import ops_of, sample_inputs
 from shadow_windows import Sequence, make_window
 from tensors import SMALL
 
 from nwor_ops import DraftCommitManager, LayerCache, ops
+from nwor_ops.testing.layouts import Shape, make_pages, same_memory, twin
 from nwor_ops.testing.oracle import shadow as oracle
 from nwor_ops.testing.raw_rows import raw
 

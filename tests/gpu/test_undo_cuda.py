@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import samples_undo as samples
 import torch
-from layouts import Shape, make_pages, same_memory, twin
 from no_sync import no_waits_or_allocations
 
 import nwor_ops
 from nwor_ops import ops
+from nwor_ops.testing.layouts import Shape, make_pages, same_memory, twin
 from nwor_ops.testing.oracle import undo as oracle
 from nwor_ops.testing.raw_rows import raw
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 import bad_input
-import layouts
+import oracle_checks
 import pytest
 import samples_accept as samples
 import torch
@@ -16,6 +16,7 @@ from samples import argument_names, ops_of, sample_inputs, with_arguments
 from tensors import flags, int32, int64
 
 from nwor_ops import ops
+from nwor_ops.testing import layouts
 
 
 def test_plan_by_hand(device):
@@ -57,7 +58,7 @@ def test_plan(device, batch, groups):
     starts, cu = batch
     exact = cu[-1] if cu else 0
     for rows in (exact, exact + 7):
-        layouts.assert_same_as_oracle("plan_window", samples.plan(starts, cu, 20, groups, rows), device)
+        oracle_checks.assert_same_as_oracle("plan_window", samples.plan(starts, cu, 20, groups, rows), device)
 
 
 @pytest.mark.gpu
@@ -70,7 +71,7 @@ def test_plan_of_a_draft_without_a_slot(device):
     """The row of a skipped token keeps slot -1, so that nothing is restored for it."""
     arguments = samples.plan((0, 4), (3,), tokens=4)
     slots = int64(9, -1, 8, -5)
-    ours = layouts.assert_same_as_oracle(
+    ours = oracle_checks.assert_same_as_oracle(
         "plan_window", with_arguments("plan_window", arguments, slot_mappings=[slots]), device
     )
     assert ours[4].tolist() == [[-1, 8, -1, -1, -1, -1]]
@@ -79,7 +80,7 @@ def test_plan_of_a_draft_without_a_slot(device):
 @pytest.mark.parametrize(("offset", "tokens"), [(3, 4), (4, 5), (5, 1), (9, 3), (50, 2), (8, 0)])
 def test_plan_of_a_later_micro_batch(device, offset, tokens):
     """The slot mapping of a micro-batch is a slice. Token positions of the batch must not index it."""
-    ours = layouts.assert_same_as_oracle("plan_window", samples.plan(tokens=tokens, token_offset=offset), device)
+    ours = oracle_checks.assert_same_as_oracle("plan_window", samples.plan(tokens=tokens, token_offset=offset), device)
     _, _, _, log_rows, row_slots, row_requests, row_positions, _, draft_start_loc, *_ = ours
     assert draft_start_loc.tolist() == [0, 3, 3, 6, 6, 6, 6]  # every micro-batch has those of the batch
     drafts = [1, 2, 3, 6, 7, 8]  # tokens of the batch
@@ -95,7 +96,7 @@ def test_plan_of_a_later_micro_batch(device, offset, tokens):
 @pytest.mark.parametrize("tokens", [2, 3, 7])
 def test_plan_of_the_first_micro_batch(device, tokens):
     """It starts at token 0 and ends before the batch does. One request straddles the cut."""
-    layouts.assert_same_as_oracle("plan_window", samples.plan(tokens=tokens, token_offset=0), device)
+    oracle_checks.assert_same_as_oracle("plan_window", samples.plan(tokens=tokens, token_offset=0), device)
 
 
 @st.composite
@@ -120,7 +121,7 @@ def test_plan_of_any_batch(device, data):
     groups = data.draw(st.integers(1, 3))
     bonus = data.draw(st.integers(0, 2))
     cu = [count + bonus * (q + 1) for q, count in enumerate(cu)]
-    layouts.assert_same_as_oracle(
+    oracle_checks.assert_same_as_oracle(
         "plan_window",
         samples.plan(tuple(starts), tuple(cu), tokens, groups, rows, offset, num_bonus_tokens=bonus),
         device,
@@ -148,7 +149,7 @@ def test_plan_of_a_large_batch(device, requests):
     lengths = drafts + torch.randint(0, 3, (requests,), generator=random)
     starts, cu = [0, *lengths.cumsum(0).tolist()], drafts.cumsum(0).tolist()
     arguments = samples.plan(tuple(starts), tuple(cu), starts[-1] + 9, 2, cu[-1] + 300)
-    ours = layouts.assert_same_as_oracle("plan_window", arguments, device)
+    ours = oracle_checks.assert_same_as_oracle("plan_window", arguments, device)
     assert ours[7].tolist() == [11, 20 + cu[-1], 30, 40, 50]
 
 
@@ -160,17 +161,17 @@ def test_plan_of_a_large_batch(device, requests):
 @pytest.mark.parametrize("case", samples.OTHER_IDS)
 def test_acceptance_by_hand(device, case, draft_dtype, sampled_dtype):
     arguments, accepted = samples.decided(case, draft_dtype, sampled_dtype)
-    layouts.assert_same_as_oracle("acceptance_mask", arguments, device)
+    oracle_checks.assert_same_as_oracle("acceptance_mask", arguments, device)
     assert ops.acceptance_mask(*layouts.twin(arguments, device))[1].tolist() == accepted
     outputs = flags(*[1] * 9), int32(*[9] * 5), int64(*COUNTED_BEFORE)
-    ours = layouts.assert_same_as_oracle("reject_rows", (*arguments, *outputs), device)
+    ours = oracle_checks.assert_same_as_oracle("reject_rows", (*arguments, *outputs), device)
     assert ours[4].tolist() == [*accepted, *[0] * (5 - len(accepted))]
 
 
 @pytest.mark.parametrize("case", samples.WIDE_IDS)
 def test_acceptance_of_wide_ids(device, case):
     arguments, accepted = samples.decided(case)
-    layouts.assert_same_as_oracle("acceptance_mask", arguments, device)
+    oracle_checks.assert_same_as_oracle("acceptance_mask", arguments, device)
     assert ops.acceptance_mask(*layouts.twin(arguments, device))[1].tolist() == accepted
 
 
@@ -180,14 +181,14 @@ def test_sampled_tokens_of_any_strides(device):
     wide[:, ::2] = sampled
     by_column = layouts.surrounded(sampled.T.contiguous()).T
     for view in (wide[:, ::2], by_column):
-        layouts.assert_same_as_oracle("acceptance_mask", (drafts, view, cu), device)
+        oracle_checks.assert_same_as_oracle("acceptance_mask", (drafts, view, cu), device)
     same_row = layouts.surrounded(torch.tensor([[5, 6, -1]])).expand(2, 3)
-    layouts.assert_same_as_oracle("acceptance_mask", (int64(5, 5), same_row, int32(0, 1, 2)), device)
+    oracle_checks.assert_same_as_oracle("acceptance_mask", (int64(5, 5), same_row, int32(0, 1, 2)), device)
 
 
 def test_flags_after_the_last_draft_are_false(device):
     arguments = (int64(1, 1, 1, 1), layouts.surrounded(torch.tensor([[1, 1, 1, 1, 1]])), int32(0, 2))
-    layouts.assert_same_as_oracle("acceptance_mask", arguments, device)
+    oracle_checks.assert_same_as_oracle("acceptance_mask", arguments, device)
     accepted, _ = ops.acceptance_mask(*layouts.twin(arguments, device))
     assert accepted.tolist() == [True, True, False, False]
 
@@ -195,7 +196,7 @@ def test_flags_after_the_last_draft_are_false(device):
 @pytest.mark.parametrize("op", OPS)
 def test_samples(device, op):
     for arguments in sample_inputs(op):
-        layouts.assert_same_as_oracle(op, arguments, device)
+        oracle_checks.assert_same_as_oracle(op, arguments, device)
 
 
 @st.composite
@@ -219,11 +220,11 @@ def verified(draw):
 @given(st.data())
 def test_acceptance_of_any_batch(device, data):
     drafts, _, starts = arguments = data.draw(verified())
-    layouts.assert_same_as_oracle("acceptance_mask", arguments, device)
+    oracle_checks.assert_same_as_oracle("acceptance_mask", arguments, device)
     extra_rows, extra_requests = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 2))
     requests = len(starts) - 1 + extra_requests
     outputs = flags(*[1] * (len(drafts) + extra_rows)), int32(*[9] * requests), int64(*COUNTED_BEFORE)
-    layouts.assert_same_as_oracle("reject_rows", (*arguments, *outputs), device)
+    oracle_checks.assert_same_as_oracle("reject_rows", (*arguments, *outputs), device)
 
     # A runner that knows the counts gets the same window.
     arguments, ours, theirs = (
@@ -247,16 +248,18 @@ def test_counts_are_clamped(device, requests, extra):
     counts, rejected = [n for n, _ in requests], [r for _, r in requests]
     starts = int32(*(sum(counts[:q]) for q in range(len(counts) + 1)))
     num_rejected = int32(*rejected, *[99] * extra)
-    layouts.assert_same_as_oracle("acceptance_mask_from_rejected", (num_rejected, starts, sum(counts) + extra), device)
+    oracle_checks.assert_same_as_oracle(
+        "acceptance_mask_from_rejected", (num_rejected, starts, sum(counts) + extra), device
+    )
     outputs = (flags(*[1] * (sum(counts) + extra)), int32(*[9] * (len(counts) + extra)), int64(1, 2, 3, 4, 5))
-    layouts.assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, starts, *outputs), device)
+    oracle_checks.assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, starts, *outputs), device)
 
 
 @pytest.mark.parametrize("op", ["reject_rows", "reject_rows_from_rejected"])
 def test_a_window_that_was_refused_rejects_nothing(device, op):
     """plan_window reports no drafts for it, so nothing may be restored or counted."""
     arguments = with_arguments(op, sample_inputs(op)[0], draft_start_loc=int32(0, 0, 0, 0))
-    ours = layouts.assert_same_as_oracle(op, arguments, device)
+    ours = oracle_checks.assert_same_as_oracle(op, arguments, device)
     assert not ours[-3].any()
     assert ours[-1].tolist() == COUNTED_BEFORE
 
@@ -291,10 +294,10 @@ def test_a_large_batch_counts_every_row_once(device):
     drafts = torch.randint(0, 2, (total,), generator=random)
     sampled = torch.randint(-1, 2, (1000, 6), generator=random)
     outputs = flags(*[1] * (total + 77)), int32(*[9] * 1100), int64(*COUNTED_BEFORE)
-    ours = layouts.assert_same_as_oracle("reject_rows", (drafts, sampled, starts, *outputs), device)
+    ours = oracle_checks.assert_same_as_oracle("reject_rows", (drafts, sampled, starts, *outputs), device)
     assert ours[5][2:4].sum().item() == 30 + 40 + total
     num_rejected = torch.randint(-2, 7, (1000,), generator=random).int()
-    layouts.assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, starts, *outputs), device)
+    oracle_checks.assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, starts, *outputs), device)
 
 
 def test_counters_only_increase(device):
@@ -365,7 +368,7 @@ def test_an_invalid_window_is_refused_as_a_whole(device, case):
 
 
 def test_a_negative_token_offset():
-    layouts.refuse(
+    oracle_checks.refuse(
         "plan_window", samples.plan(token_offset=-1), ValueError, "token_offset must not be negative, got -1"
     )
 
@@ -408,7 +411,7 @@ def test_index_arguments(op, name, dtype):
     size = len(good)
 
     def refused(value, error, sentence):
-        layouts.refuse(op, with_arguments(op, arguments, **{name: value}), error, sentence)
+        oracle_checks.refuse(op, with_arguments(op, arguments, **{name: value}), error, sentence)
 
     wrong = torch.int64 if dtype == "int32" else torch.int32
     refused(good.to(wrong), TypeError, rf"{name} must have dtype torch.{dtype}, got {wrong} \[{size}\]")
@@ -481,7 +484,7 @@ def test_wrong_slot_mappings(case):
     slot_mappings, error, sentence = WRONG_SLOT_MAPPINGS[case]
     arguments = samples.plan(groups=max(1, len(slot_mappings)))
     arguments = with_arguments("plan_window", arguments, slot_mappings=slot_mappings)
-    layouts.refuse("plan_window", arguments, error, re.escape(sentence))
+    oracle_checks.refuse("plan_window", arguments, error, re.escape(sentence))
 
 
 @pytest.mark.debug_mode
@@ -515,7 +518,7 @@ def test_more_drafts_than_draft_tokens(device, op):
 def test_more_drafts_than_the_length_of_the_mask():
     op = "acceptance_mask_from_rejected"
     arguments = with_arguments(op, sample_inputs(op)[0], num_draft_tokens=6)
-    layouts.refuse(op, arguments, ValueError, "draft_start_loc must not exceed num_draft_tokens .6., got 7$")
+    oracle_checks.refuse(op, arguments, ValueError, "draft_start_loc must not exceed num_draft_tokens .6., got 7$")
 
 
 # output, and the input or output that it would share memory with
@@ -558,7 +561,7 @@ def test_outputs_must_not_share_memory(op, output, other):
         replaced = {output: one[: max(sizes[output], 1)], other: one[: sizes[other]]}
         if output == "log_rows":
             replaced[output] = one
-    layouts.refuse(op, with_arguments(op, arguments, **replaced), ValueError, "must not share memory")
+    oracle_checks.refuse(op, with_arguments(op, arguments, **replaced), ValueError, "must not share memory")
 
 
 @pytest.mark.parametrize("output", ["log_rows", "row_requests", "row_positions", "counters", "draft_start_loc"])
@@ -574,6 +577,6 @@ def test_no_output_of_a_plan_overlaps_a_slot_mapping(output):
         "row_slots": arguments[names.index("row_slots")][:1].clone(),
         output: memory.view(taken.dtype)[: taken.numel()],
     }
-    layouts.refuse(
+    oracle_checks.refuse(
         "plan_window", with_arguments("plan_window", arguments, **replaced), ValueError, "must not share memory"
     )

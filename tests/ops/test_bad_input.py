@@ -6,7 +6,7 @@ import pathlib
 import re
 
 import bad_input
-import layouts
+import oracle_checks
 import pytest
 import samples_drafter
 import samples_staging
@@ -16,7 +16,7 @@ from tensors import int64
 
 from nwor_ops import ops
 from nwor_ops.arguments import describe_type_error
-from nwor_ops.testing import oracle
+from nwor_ops.testing import layouts, oracle
 from nwor_ops.testing.against_oracle import assert_same_results
 
 PROBLEMS = pathlib.Path(__file__).parents[2] / "csrc" / "common" / "problems.h"
@@ -189,7 +189,7 @@ def test_conjugate_and_zero_views_are_not_written():
 def test_planes_that_begin_together_are_not_moved():
     """A chain of moves in a plane that is given twice would be done twice."""
     (first, second), *moves = samples_staging.move()
-    layouts.refuse(
+    oracle_checks.refuse(
         "move_slots", ([first, second, first], *moves), ValueError, r"caches\[0\] and caches\[2\] must not share"
     )
 

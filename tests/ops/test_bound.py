@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 
-import layouts
 import pytest
 import samples_accept
 import torch
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nwor_ops import ops
 from nwor_ops.ops import bound, registry
 from nwor_ops.ops.bound import BINDABLE, bind
+from nwor_ops.testing import layouts
 
 
 def raising_as_the_manager(call):

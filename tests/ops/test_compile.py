@@ -11,7 +11,6 @@ import math
 import re
 import textwrap
 
-import layouts
 import pytest
 import tensors
 import torch
@@ -26,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from nwor_ops import ops
+from nwor_ops.testing import layouts
 
 # Everything the model computes itself is smaller than a log, so a buffer of a log's size is a copy.
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 2, 101, 4, 2, 8

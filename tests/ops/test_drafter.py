@@ -6,7 +6,7 @@ import math
 import re
 
 import bad_input
-import layouts
+import oracle_checks
 import pytest
 import samples_drafter as samples
 import torch
@@ -17,6 +17,7 @@ from samples import argument_names, ops_of, sample_inputs, with_arguments
 from tensors import flags, int32, int64, numbers
 
 from nwor_ops import ops
+from nwor_ops.testing import layouts
 from nwor_ops.testing.oracle import drafter as oracle_drafter
 
 OPS = ops_of("drafter")
@@ -26,7 +27,7 @@ OPS = ops_of("drafter")
 @pytest.mark.parametrize("op", OPS)
 def test_samples(device, op):
     for arguments in sample_inputs(op):
-        layouts.assert_same_as_oracle(op, arguments, device)
+        oracle_checks.assert_same_as_oracle(op, arguments, device)
 
 
 def named(op, arguments):
@@ -106,7 +107,7 @@ def test_update_in_place_copies_nothing():
     after = run("update_draft_inputs", shared)
     assert torch.equal(after["next_hidden_states"], hidden)
     assert after["input_ids"].tolist() == [300, 301, 302, 77, 77]
-    layouts.refuse(
+    oracle_checks.refuse(
         "update_draft_inputs",
         with_arguments(
             "update_draft_inputs", arguments, hidden_states=hidden[:, 1:], next_hidden_states=hidden[:, :-1]
@@ -239,7 +240,7 @@ def test_local_lens_of_all_ranks_add_up(interleave):
 @given(samples.batches(), st.integers(0, 3))
 def test_prefill_of_any_batch(device, batch, spare):
     arguments = samples.prefill(*batch, capacity=max(batch[0]) + spare, rows=len(batch[1]) + spare)
-    layouts.assert_same_as_oracle("prepare_prefill_inputs", arguments, device)
+    oracle_checks.assert_same_as_oracle("prepare_prefill_inputs", arguments, device)
 
 
 @given(samples.batches(), st.integers(1, 3), st.booleans(), st.integers(0, 3), st.sampled_from([None, 1003]))
@@ -248,7 +249,7 @@ def test_expand_of_any_batch(device, batch, num_new, shift, spare, max_len):
     growth = num_new - shift
     capacity = max(starts) + growth * len(states) + spare
     arguments = samples.expand(starts, states, rejected, num_new, shift, max_len, shift, capacity)
-    after = layouts.assert_same_as_oracle("copy_expand_inputs", arguments, device)
+    after = oracle_checks.assert_same_as_oracle("copy_expand_inputs", arguments, device)
     of = named("copy_expand_inputs", after)
     seq_lens = tuple(range(1, len(states) + 1))
     extend = with_arguments(
@@ -257,7 +258,7 @@ def test_expand_of_any_batch(device, batch, num_new, shift, spare, max_len):
         positions=of["positions"].cpu() % 40,
         is_rejected=of["is_rejected"].cpu(),
     )
-    extended = named("extend_queries", layouts.assert_same_as_oracle("extend_queries", extend, device))
+    extended = named("extend_queries", oracle_checks.assert_same_as_oracle("extend_queries", extend, device))
     assert (extended["slot_mapping"][of["is_rejected"]] == -1).all()
 
 
@@ -270,7 +271,7 @@ def test_slots_of_any_batch(device, batch, spare, block_sizes, cp_size, some_sha
         clean, states, block_sizes, max(starts) + spare, columns=20, size=cp_size, rank=cp_size - 1, interleave=2,
         sharded=sharded,
     )  # fmt: skip
-    layouts.assert_same_as_oracle("compute_slot_mappings", arguments, device)
+    oracle_checks.assert_same_as_oracle("compute_slot_mappings", arguments, device)
 
 
 @pytest.mark.parametrize("requests", [255, 256, 257, 1500])
@@ -303,7 +304,7 @@ def test_many_requests(device, requests):
         "dcp_local_seq_lens": samples.local_lens(rows),
     }
     for op, arguments in calls.items():
-        layouts.assert_same_as_oracle(op, arguments, device)
+        oracle_checks.assert_same_as_oracle(op, arguments, device)
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
@@ -321,20 +322,20 @@ def test_hidden_rows_of_any_width(device, width, dtype, step):
         strided = torch.zeros(5, 2 * width, dtype=dtype)[:, ::2]
         for into in (target, strided):
             changed = with_arguments(op, arguments, hidden_states=hidden, next_hidden_states=into)
-            layouts.assert_same_as_oracle(op, changed, device)
+            oracle_checks.assert_same_as_oracle(op, changed, device)
 
 
 def test_most_tables(device):
-    layouts.assert_same_as_oracle("compute_slot_mappings", samples.slots(block_sizes=(4,) * 64), device)
+    oracle_checks.assert_same_as_oracle("compute_slot_mappings", samples.slots(block_sizes=(4,) * 64), device)
     more = layouts.twin(samples.slots(block_sizes=(4,) * 65), device)
-    layouts.refuse("compute_slot_mappings", more, ValueError, "block_tables must hold 1 to 64 tables, got 65")
+    oracle_checks.refuse("compute_slot_mappings", more, ValueError, "block_tables must hold 1 to 64 tables, got 65")
 
 
 def test_some_tables_are_sharded(device):
     arguments = samples.slots(block_sizes=(4, 8, 2), size=2, rank=0, interleave=2, sharded=flags(1, 0, 1))
-    layouts.assert_same_as_oracle("compute_slot_mappings", arguments, device)
+    oracle_checks.assert_same_as_oracle("compute_slot_mappings", arguments, device)
     padded = (int32(2), int32(1), int32(0, 3), int32(9), int32(9))
-    layouts.assert_same_as_oracle("prepare_inputs_padded", padded, device)
+    oracle_checks.assert_same_as_oracle("prepare_inputs_padded", padded, device)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -463,7 +464,7 @@ def test_no_nan_is_drawn(device, temperature):
 @pytest.mark.parametrize("temperature", [1e-30, 0.05, 0.7, 1.0, 30.0, 1e30])
 def test_draws_are_those_of_the_oracle(device, vocab, temperature):
     arguments = samples.sample(6, vocab, temperatures=(temperature,) * 6, states=None, steps=(0, 1, 2, 0, 1, 2))
-    layouts.assert_same_as_oracle("gumbel_sample", arguments, device)
+    oracle_checks.assert_same_as_oracle("gumbel_sample", arguments, device)
 
 
 def test_noise_is_pinned(device):
@@ -608,7 +609,9 @@ def test_workspace_is_given_back_as_it_came():
     after = run("gumbel_sample", arguments)
     assert not after["workspace"].any()
     short = with_arguments("gumbel_sample", arguments, workspace=int64(*[0] * 9))
-    layouts.refuse("gumbel_sample", short, ValueError, r"workspace must be \[2 \* num_rows\] with at least 10 elements")
+    oracle_checks.refuse(
+        "gumbel_sample", short, ValueError, r"workspace must be \[2 \* num_rows\] with at least 10 elements"
+    )
 
 
 # ---------------------------------------------------------------- errors: the message, and nothing written
@@ -630,7 +633,7 @@ def test_wrong_dtype(op, name):
     else:
         value = torch.zeros(named(op, arguments)[name].shape, dtype=torch.float64)
     wrong = "complex|another dtype|float64"
-    layouts.refuse(
+    oracle_checks.refuse(
         op, with_arguments(op, arguments, **{name: value}), TypeError, f"must have dtype .*, got .*({wrong})"
     )
 
@@ -641,7 +644,7 @@ def test_one_dimension_too_many(op, name):
     value = named(op, arguments)[name]
     if name == "current_draft_step":
         value = value.view(-1)
-    layouts.refuse(op, with_arguments(op, arguments, **{name: value[None]}), ValueError, f"{name} must be ")
+    oracle_checks.refuse(op, with_arguments(op, arguments, **{name: value[None]}), ValueError, f"{name} must be ")
 
 
 # Arguments that determine the length of the others, or only limit the data.
@@ -681,7 +684,7 @@ BAD_NUMBERS = {
 )
 def test_bad_number(op, name, value):
     sentence = rf"{name} must (be positive|not be negative|be in \[0, \d+\)), got "
-    layouts.refuse(op, with_arguments(op, sample_inputs(op)[0], **{name: value}), ValueError, sentence)
+    oracle_checks.refuse(op, with_arguments(op, sample_inputs(op)[0], **{name: value}), ValueError, sentence)
 
 
 BAD_DATA = {
@@ -776,7 +779,7 @@ def test_bad_data(device, case):
 @pytest.mark.parametrize("case", BAD_SHAPES)
 def test_bad_shapes_are_refused_whole(case):
     op, arguments, error, sentence = BAD_SHAPES[case]
-    layouts.refuse(op, layouts.twin(arguments), error, sentence)
+    oracle_checks.refuse(op, layouts.twin(arguments), error, sentence)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -795,7 +798,7 @@ def test_outputs_may_share_no_memory(op):
                 continue
             whole = layouts.surrounded(torch.zeros(max(len(one), len(two)), dtype=one.dtype))
             shared = {output.name: whole[: len(one)], other.name: whole[: len(two)]}
-            layouts.refuse(op, with_arguments(op, arguments, **shared), ValueError, "must not share memory")
+            oracle_checks.refuse(op, with_arguments(op, arguments, **shared), ValueError, "must not share memory")
             checked += 1
     assert checked or op in ("compute_slot_mappings", "gumbel_sample", "dcp_local_seq_lens")
 
@@ -805,16 +808,18 @@ def test_matrices_may_share_no_memory():
     slots = with_arguments(
         "compute_slot_mappings", samples.slots(), positions=whole[:12], slot_mappings=whole[8:20].view(1, 12)
     )
-    layouts.refuse("compute_slot_mappings", slots, ValueError, "slot_mappings and positions must not share memory")
+    oracle_checks.refuse(
+        "compute_slot_mappings", slots, ValueError, "slot_mappings and positions must not share memory"
+    )
     steps = int64(*[1] * 18)
     shared = with_arguments("gumbel_sample", samples.sample(), step=steps[:5], sampled=steps.view(6, 3))
-    layouts.refuse("gumbel_sample", shared, ValueError, "sampled and step must not share memory")
+    oracle_checks.refuse("gumbel_sample", shared, ValueError, "sampled and step must not share memory")
     drafts = int64(*range(12)).view(4, 3)
     own = with_arguments("update_draft_inputs", samples.update(), draft_tokens=drafts, sampled=drafts[:, 0])
-    layouts.refuse("update_draft_inputs", own, ValueError, "draft_tokens and sampled must not share memory")
+    oracle_checks.refuse("update_draft_inputs", own, ValueError, "draft_tokens and sampled must not share memory")
     lengths = int32(*range(9))
     shifted = (lengths[1:], lengths[:8], 2, 0)
-    layouts.refuse("dcp_local_seq_lens", shifted, ValueError, "local_seq_lens and seq_lens must not share memory")
+    oracle_checks.refuse("dcp_local_seq_lens", shifted, ValueError, "local_seq_lens and seq_lens must not share memory")
 
 
 def test_gradients_are_refused():

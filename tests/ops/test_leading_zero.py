@@ -8,11 +8,12 @@ import samples_accept as samples
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import refuse, same_memory, twin
+from oracle_checks import refuse
 from samples import with_arguments
 from tensors import int32
 
 from nwor_ops import ops
+from nwor_ops.testing.layouts import same_memory, twin
 
 OUTPUTS = slice(3, 9)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import layouts
+import oracle_checks
 import pytest
 import tensors
 import torch
-from layouts import Shape
 from samples import argument_names, sample_inputs, with_arguments
 from tensors import int64
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nwor_ops import ops
 from nwor_ops.ops import registry
+from nwor_ops.testing import layouts
+from nwor_ops.testing.layouts import Shape
 
 OPS = ("restore_slots", "restore_slots_from_rejected", "open_window", "close_window", "close_window_from_rejected")
 SAMPLES = [(op, index) for op in OPS for index in range(len(sample_inputs(op)))]
@@ -38,7 +39,7 @@ def test_same_bytes_as_with_all_planes(device, op, index):
 def test_a_table_on_the_device_is_refused(device, op):
     arguments = sample_inputs(op, device)[0]
     table = ops.plane_table(arguments[0]).to(device)
-    layouts.refuse(
+    oracle_checks.refuse(
         op, with_table(op, arguments, plane_table=table), TypeError, "plane_table must be on device cpu, got cuda:0$"
     )
 
@@ -88,7 +89,7 @@ WRONG = [
 def test_wrong_tables(op, change, error, sentence):
     arguments = sample_inputs(op)[0]
     changed = change(arguments[0], ops.plane_table(arguments[0]))
-    layouts.refuse(op, with_table(op, arguments, **changed), error, sentence)
+    oracle_checks.refuse(op, with_table(op, arguments, **changed), error, sentence)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -100,7 +101,7 @@ def test_planes_that_are_smaller_than_the_first_one(op):
     table = ops.plane_table([more[:-1], less])
     bytes_of = more.numel() * more.element_size()
     sentence = rf"planes as large as caches\[0\], {bytes_of} bytes, got {bytes_of - more[0].nbytes} for plane 1$"
-    layouts.refuse(op, with_arguments(op, arguments, caches=[more], plane_table=table), ValueError, sentence)
+    oracle_checks.refuse(op, with_arguments(op, arguments, caches=[more], plane_table=table), ValueError, sentence)
 
 
 def test_a_plane_that_requires_a_gradient():
@@ -115,7 +116,7 @@ def test_a_log_that_overlaps_a_plane_of_the_table(op):
     arguments = with_arguments(op, sample_inputs(op)[0], caches=planes)
     overlapping = planes[1].as_strided((2, 4, 4, 8), planes[1].stride(), planes[1].storage_offset())
     arguments = with_table(op, with_arguments(op, arguments, log=overlapping))
-    layouts.refuse(op, arguments, ValueError, "log and caches must not share memory$")
+    oracle_checks.refuse(op, arguments, ValueError, "log and caches must not share memory$")
 
 
 def test_the_plane_with_the_least_room_limits_page_offsets():
@@ -133,7 +134,7 @@ def test_the_plane_with_the_least_room_limits_page_offsets():
     log = tensors.surrounded_layers([torch.zeros(1, 2, 16, dtype=torch.bfloat16)] * 2)
     for caches in ([roomy, exact], [exact, roomy]):
         arguments = (caches, log, int64(31), torch.ones(1, dtype=torch.bool), table)
-        layouts.refuse(
+        oracle_checks.refuse(
             "restore_slots", with_table("restore_slots", arguments), IndexError, "page_offsets must lie within"
         )
 

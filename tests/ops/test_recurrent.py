@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 
-import layouts
+import oracle_checks
 import pytest
 import samples_recurrent as samples
 import torch
@@ -19,6 +19,7 @@ from samples_recurrent import Heads
 from tensors import flags, int32, int64
 
 from nwor_ops import ops
+from nwor_ops.testing import layouts
 from nwor_ops.testing.oracle import recurrent as oracle
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -38,12 +39,12 @@ def named(op: str, arguments: tuple) -> dict:
 @pytest.mark.parametrize("op", PLANS)
 def test_plans_of_samples(device, op):
     for arguments in sample_inputs(op):
-        layouts.assert_same_as_oracle(op, arguments, device)
+        oracle_checks.assert_same_as_oracle(op, arguments, device)
 
 
 def test_window_by_hand(device):
     """With and without pending rows, a padded request, one without tokens, a prefill. Rows past the batch are zeros."""
-    ours = named(PLANS[0], layouts.assert_same_as_oracle(PLANS[0], samples.window(), device))
+    ours = named(PLANS[0], oracle_checks.assert_same_as_oracle(PLANS[0], samples.window(), device))
     assert ours["plan"].tolist() == [
         [2, 2, 1, 2], [0] * 4, [0] * 4, [3, 0, 1, 3], [1, 3, 0, 1], [0] * 4, [0] * 4, [0] * 4,
     ]  # fmt: skip
@@ -53,10 +54,10 @@ def test_window_by_hand(device):
 
 def test_fold_plan_by_hand(device):
     """At most the pending rows are folded. A copy includes them. Padding changes nothing."""
-    ours = named(PLANS[1], layouts.assert_same_as_oracle(PLANS[1], samples.fold_plan(), device))
+    ours = named(PLANS[1], oracle_checks.assert_same_as_oracle(PLANS[1], samples.fold_plan(), device))
     assert ours["plan"].tolist() == [[2, 2, 1, 2], [0] * 4, [1, 2, 0, 4], [0] * 4, [0] * 4, [0] * 4]
     assert ours["cursors"].tolist() == [[0, 0], [0, 0], [0, 1], [0, 1], [0, 0], [0, 0]]
-    kept = named(PLANS[1], layouts.assert_same_as_oracle(PLANS[1], samples.fold_plan(keep_source=True), device))
+    kept = named(PLANS[1], oracle_checks.assert_same_as_oracle(PLANS[1], samples.fold_plan(keep_source=True), device))
     assert kept["plan"].tolist() == ours["plan"].tolist()
     assert kept["cursors"].tolist() == [[0, 0], [3, 0], [0, 1], [0, 1], [0, 0], [0, 0]]
 
@@ -84,7 +85,7 @@ def test_any_window(data):
     lengths = [data.draw(st.integers(0, rows)) for _ in state_slots]
     kept = [data.draw(st.integers(1, max(1, cursors[max(slot, 0)][0]))) for slot in state_slots]
     is_window = data.draw(st.none() | st.lists(st.integers(0, 1), min_size=len(order), max_size=len(order)))
-    layouts.assert_same_as_oracle(
+    oracle_checks.assert_same_as_oracle(
         PLANS[0],
         samples.window(
             tuple(state_slots), tuple(itertools.accumulate(lengths, initial=0)), tuple(kept), is_window,
@@ -111,7 +112,7 @@ def test_any_fold_plan(data):
             sources.append(source if kind != "nobody's" else data.draw(st.integers(-1, 0)))
             targets.append(source)
     rows = data.draw(st.lists(st.integers(-2, 7), min_size=len(sources), max_size=len(sources)))
-    layouts.assert_same_as_oracle(
+    oracle_checks.assert_same_as_oracle(
         PLANS[1],
         samples.fold_plan(
             tuple(sources), tuple(targets), tuple(rows), tuple(cursors), data.draw(st.booleans()), len(rows) + 1
@@ -168,13 +169,13 @@ def test_bad_window(device, wrong, request_index, error, sentence):
 
 def test_slots_that_conflict():
     """Two requests with one slot, and folds whose order would matter. Only the CPU checks this."""
-    layouts.refuse(
+    oracle_checks.refuse(
         PLANS[0], samples.window(slots=(2, 0, 4, 2, 1, 5), num_kept=(2,) * 6), ValueError,
         "state_slots must name a slot for one request only, got 2 for request 0 and request 3",
     )  # fmt: skip
     meeting = "target_slots must name a slot that no other entry reads or writes"
     for sources, targets in (((1, 2), (3, 3)), ((1, 2), (2, 1)), ((1, 1), (1, 2)), ((1, 2), (2, 3))):
-        layouts.refuse(
+        oracle_checks.refuse(
             PLANS[1], samples.fold_plan(sources, targets, (1, 1)), ValueError, f"{meeting}, got [123] in entry"
         )
 
@@ -863,16 +864,16 @@ def test_a_window_past_its_ring(device):
     arguments = layouts.twin(samples.verify(requests=requests, ring_rows=5), device)
     halves = layouts.twin(samples.verify(requests=requests), device)
     keys = argument_names(VERIFY).index("ring_rows")
-    layouts.refuse(VERIFY, (*arguments[:keys], 0), ValueError, r"record_keys must be \[5, 2, record_rows")
-    layouts.refuse(VERIFY, (*halves[:keys], 3), ValueError, r"record_keys must be \[5, 1, record_rows")
-    layouts.refuse(VERIFY, (*arguments[:keys], 2), ValueError, "record_keys must be of 3 to 4 rows")
+    oracle_checks.refuse(VERIFY, (*arguments[:keys], 0), ValueError, r"record_keys must be \[5, 2, record_rows")
+    oracle_checks.refuse(VERIFY, (*halves[:keys], 3), ValueError, r"record_keys must be \[5, 1, record_rows")
+    oracle_checks.refuse(VERIFY, (*arguments[:keys], 2), ValueError, "record_keys must be of 3 to 4 rows")
     if device == "cpu":
         for row, sentence in (
             ((2, 6, 0, 2), "plan must reapply from 0 to the 5 rows"),
             ((2, 1, 8, 0), "plan must name a first row below 8 of a ring, got 8 in row 0"),
         ):
             plan = torch.tensor([row, (0,) * 4], dtype=torch.int32)
-            layouts.refuse(VERIFY, with_arguments(VERIFY, arguments, plan=plan), ValueError, sentence)
+            oracle_checks.refuse(VERIFY, with_arguments(VERIFY, arguments, plan=plan), ValueError, sentence)
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
@@ -956,8 +957,8 @@ def test_plans_that_conflict():
     for second in ((1, 0, 0, 2), (2, 0, 0, 1)):
         plan = torch.tensor([(2, 0, 0, 2), second], dtype=torch.int32)
         sentence = "plan must name a target that no other row reads or writes, got 2 in row"
-        layouts.refuse(VERIFY, with_arguments(VERIFY, arguments, plan=plan), ValueError, sentence)
-        layouts.refuse(FOLD, samples.fold(folds=tuple(map(tuple, plan.tolist()))), ValueError, sentence)
+        oracle_checks.refuse(VERIFY, with_arguments(VERIFY, arguments, plan=plan), ValueError, sentence)
+        oracle_checks.refuse(FOLD, samples.fold(folds=tuple(map(tuple, plan.tolist()))), ValueError, sentence)
 
 
 def test_neighbours_of_other_sizes_share_no_memory(device):
@@ -969,7 +970,7 @@ def test_neighbours_of_other_sizes_share_no_memory(device):
         cursors = memory[start : start + 2].view(1, 2)
         call = with_arguments(PLANS[0], layouts.twin(arguments, device), window_id=window, cursors=cursors)
         if shared:
-            layouts.refuse(PLANS[0], call, ValueError, "window_id and cursors must not share memory")
+            oracle_checks.refuse(PLANS[0], call, ValueError, "window_id and cursors must not share memory")
         else:
             ops.plan_recurrent_window(*call)
     assert window.item() == 2
@@ -1023,7 +1024,7 @@ def refused_shapes() -> dict[str, tuple[dict, str]]:
 @pytest.mark.parametrize(("changed", "sentence"), refused_shapes().values(), ids=refused_shapes())
 def test_refused(device, changed, sentence):
     arguments = layouts.twin(with_arguments(VERIFY, samples.verify(norm="silu", all_states=True), **changed), device)
-    layouts.refuse(VERIFY, arguments, ValueError, sentence)
+    oracle_checks.refuse(VERIFY, arguments, ValueError, sentence)
 
 
 OPTIONS = ("gate alone", "activation", "no A_log", "no dt_bias", "bound of nothing", "doubled beta that was given")
@@ -1040,17 +1041,17 @@ def test_fake_refuses_options(option):
 
 def test_refused_lists(device):
     arguments = layouts.twin(samples.fold(3), device)
-    layouts.refuse(FOLD, ([], *arguments[1:]), ValueError, "states must hold at least one layer, got none")
-    layouts.refuse(
+    oracle_checks.refuse(FOLD, ([], *arguments[1:]), ValueError, "states must hold at least one layer, got none")
+    oracle_checks.refuse(
         FOLD, (*arguments[:2], arguments[2][:2], *arguments[3:]), ValueError,
         "record_norms must hold a tensor for each of the 3 states, got 2",
     )  # fmt: skip
     other = layouts.twin(samples.fold(1, gap=64), device)
     mixed = [[*mine[:2], theirs[0]] for mine, theirs in zip(arguments[:6], other[:6], strict=True)]
     sentence = r"states\[2\] must be of the shape and strides of states\[0\], torch.float32 \[5, 2, 64, 64\]"
-    layouts.refuse(FOLD, (*mixed, arguments[6]), ValueError, sentence)
+    oracle_checks.refuse(FOLD, (*mixed, arguments[6]), ValueError, sentence)
     twice = [[*tensors[:2], tensors[0]] for tensors in arguments[:6]]
-    layouts.refuse(FOLD, (*twice, arguments[6]), ValueError, "states and states must not share memory")
+    oracle_checks.refuse(FOLD, (*twice, arguments[6]), ValueError, "states and states must not share memory")
 
 
 def test_refused_lists_of_two_shapes(device):
@@ -1061,7 +1062,7 @@ def test_refused_lists_of_two_shapes(device):
     assert made[0][0][0].stride(0) == made[1][0][0].stride(0)
     lists = [[*mine, *theirs] for mine, theirs in zip(made[0][:6], made[1][:6], strict=True)]
     sentence = r"states\[1\] must be of the shape and strides of states\[0\], torch.float32 \[5, 2, 128, 64\], got"
-    layouts.refuse(FOLD, (*lists, made[0][6]), ValueError, sentence)
+    oracle_checks.refuse(FOLD, (*lists, made[0][6]), ValueError, sentence)
 
 
 @pytest.mark.parametrize("name", ["plan", "window_id"])
@@ -1071,7 +1072,7 @@ def test_a_state_must_not_overlap_the_plan_of_a_fold(device, name):
     given = named(FOLD, arguments)
     shared = given["states"][1][0].view(-1).view(given[name].dtype)[: given[name].numel()].view_as(given[name])
     call = with_arguments(FOLD, arguments, **{name: shared.zero_()})
-    layouts.refuse(FOLD, call, ValueError, f"states and {name} must not share memory")
+    oracle_checks.refuse(FOLD, call, ValueError, f"states and {name} must not share memory")
 
 
 @pytest.mark.parametrize("shared", ["layer_windows", "window_id", "plan"])
@@ -1083,25 +1084,25 @@ def test_the_marks_of_a_fold_share_no_memory(device, shared):
     plan = memory.view(torch.int32).view(-1, 4).copy_(given["plan"])
     other = {"layer_windows": first, "window_id": given["window_id"], "plan": memory[:1]}
     call = with_arguments(FOLD, arguments, layer_windows=[first, other[shared]], plan=plan)
-    layouts.refuse(FOLD, call, ValueError, f"layer_windows and {shared} must not share memory")
+    oracle_checks.refuse(FOLD, call, ValueError, f"layer_windows and {shared} must not share memory")
 
 
 @pytest.mark.gpu
 def test_float32_inputs_are_refused(device):
-    layouts.refuse(
+    oracle_checks.refuse(
         VERIFY, layouts.twin(samples.verify(dtype=torch.float32), device), TypeError,
         "out must have dtype torch.float16 or torch.bfloat16 on CUDA",
     )  # fmt: skip
 
 
 def test_most_record_rows(device):
-    layouts.refuse(
+    oracle_checks.refuse(
         PLANS[0],
         layouts.twin(samples.window(record_rows=33), device),
         ValueError,
         "record_rows must be at most 32, got 33",
     )
-    layouts.assert_same_as_oracle(PLANS[0], samples.window(record_rows=32), device)
+    oracle_checks.assert_same_as_oracle(PLANS[0], samples.window(record_rows=32), device)
 
 
 def test_decay_of_the_oracle():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import layouts
+import oracle_checks
 import pytest
 import samples_recurrent as samples
 import torch
@@ -13,6 +13,7 @@ from samples import sample_inputs, with_arguments
 from tensors import int32
 
 from nwor_ops import ops
+from nwor_ops.testing import layouts
 
 OP = "plan_recurrent_block_fold"
 MOST_TABLES = 64
@@ -20,7 +21,7 @@ MOST_TABLES = 64
 
 def test_samples(device):
     for arguments in sample_inputs(OP):
-        layouts.assert_same_as_oracle(OP, arguments, device)
+        oracle_checks.assert_same_as_oracle(OP, arguments, device)
 
 
 def with_pending(arguments: tuple, **rows: int) -> tuple:
@@ -35,7 +36,7 @@ def with_pending(arguments: tuple, **rows: int) -> tuple:
 def test_moves_by_hand(device):
     """A request that moves takes its kept rows with it. Its drafts are dropped."""
     arguments = with_pending(samples.block_fold(samples.MOVES), b1=3, b6=2, b4=3)
-    plan, cursors, *_ = layouts.assert_same_as_oracle(OP, arguments, device)
+    plan, cursors, *_ = oracle_checks.assert_same_as_oracle(OP, arguments, device)
     # The requests have rows 2, 0, padding, 1 and 3 of both tables. Row 3 has no state yet.
     assert plan.tolist() == [
         [6, 2, 1, 8], [1, 2, 1, 2], [0] * 4, [0] * 4, [0] * 4,
@@ -47,14 +48,14 @@ def test_moves_by_hand(device):
 def test_full_blocks_by_hand(device):
     """A block that a window has filled gets the state after its last token. In place, the drafts are dropped."""
     arguments = with_pending(samples.block_fold(samples.FULL_BLOCKS), b3=3, b7=3, b5=1)
-    plan, cursors, *_ = layouts.assert_same_as_oracle(OP, arguments, device)
+    plan, cursors, *_ = oracle_checks.assert_same_as_oracle(OP, arguments, device)
     assert plan[:5].tolist() == [[7, 3, 1, 7], [3, 1, 1, 2], [0] * 4, [0] * 4, [0] * 4]
     assert {block: cursors[block, 0].item() for block in (2, 3, 5, 7)} == {2: 0, 3: 3, 5: 1, 7: 0}
 
 
 def test_moved_rows_stay_pending(device):
     arguments = with_pending(samples.block_fold(samples.MOVES, ring=True, moves_rows=True), b1=3, b6=2)
-    _, cursors, *_ = layouts.assert_same_as_oracle(OP, arguments, device)
+    _, cursors, *_ = oracle_checks.assert_same_as_oracle(OP, arguments, device)
     assert {block: cursors[block].tolist() for block in (1, 2, 6, 8)} == {
         1: [0, 1, 0], 2: [0, 1, 5], 6: [0, 1, 0], 8: [0, 1, 5],
     }  # fmt: skip
@@ -86,7 +87,7 @@ def test_any_blocks(data):
     cursors = torch.zeros(49, 3 if ring else 2, dtype=torch.int32)
     cursors[:, 0] = torch.tensor(pending)
     arguments[1] = cursors
-    layouts.assert_same_as_oracle(OP, tuple(arguments))
+    oracle_checks.assert_same_as_oracle(OP, tuple(arguments))
 
 
 def test_the_folds_are_those_of_their_slots(device):
@@ -112,8 +113,8 @@ def test_many_tables_and_requests(device):
     columns = {"source_columns": (0,) * requests, "target_columns": (1, 0) * 4 + (1,), "num_kept": (2,) * requests}
     arguments = list(samples.block_fold(columns, tables, tuple(range(requests))))
     arguments[1] = torch.tensor([[3, 1]] * (2 * MOST_TABLES * requests + 1), dtype=torch.int32)
-    layouts.assert_same_as_oracle(OP, tuple(arguments), device)
-    layouts.refuse(
+    oracle_checks.assert_same_as_oracle(OP, tuple(arguments), device)
+    oracle_checks.refuse(
         OP, with_arguments(OP, tuple(arguments), block_tables=arguments[2] * 2), ValueError,
         f"block_tables must hold 1 to {MOST_TABLES} tables, got 128",
     )  # fmt: skip
@@ -152,7 +153,7 @@ def test_invalid_data(device, case):
 def test_blocks_that_conflict():
     """Two requests with one block. Only the CPU checks this."""
     tables = (((1, 2, 3), (4, 5, 0), (6, 7, 2), (0, 0, 0)),)
-    layouts.refuse(
+    oracle_checks.refuse(
         OP, samples.block_fold(samples.MOVES, tables), ValueError,
         "block_tables must name a target that no other request reads or writes, got block 2 in entry 1, which entry 0",
     )  # fmt: skip
@@ -179,12 +180,12 @@ def test_blocks_that_conflict():
     ids=str,
 )  # fmt: skip
 def test_arguments_that_do_not_fit(replaced, error, sentence):
-    layouts.refuse(OP, with_arguments(OP, samples.block_fold(samples.MOVES), **replaced), error, sentence)
+    oracle_checks.refuse(OP, with_arguments(OP, samples.block_fold(samples.MOVES), **replaced), error, sentence)
 
 
 def test_a_full_block_moves_no_rows():
     arguments = samples.block_fold(samples.FULL_BLOCKS, ring=True, moves_rows=True)
-    layouts.refuse(OP, arguments, ValueError, "moves_rows must be False with num_computed_tokens, got True")
+    oracle_checks.refuse(OP, arguments, ValueError, "moves_rows must be False with num_computed_tokens, got True")
     for size in (0, -1, 2**31):
         arguments = samples.block_fold(samples.FULL_BLOCKS, block_size=size)
-        layouts.refuse(OP, arguments, ValueError, "block_size must be (positive|below 2.31), got")
+        oracle_checks.refuse(OP, arguments, ValueError, "block_size must be (positive|below 2.31), got")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 
-import layouts
 import pytest
 import samples_recurrent as samples
 import torch
@@ -16,6 +15,7 @@ from samples_recurrent import Heads
 from tensors import int32, int64
 
 from nwor_ops import ops
+from nwor_ops.testing import layouts
 from nwor_ops.testing.oracle import recurrent as oracle
 
 CHUNK, WINDOW, RING = 16, 8, 23

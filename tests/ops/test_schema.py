@@ -9,7 +9,6 @@ import textwrap
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from layouts import memory, twin
 from processes import ROOT
 from samples import OPS, argument_names, ops_of, sample_inputs
 from torch.utils._pytree import tree_map
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_map
 from nwor_ops import ops
 from nwor_ops.meta import SPECS
 from nwor_ops.meta.check import Array
+from nwor_ops.testing.layouts import memory, twin
 
 SAMPLES = [(op, index) for op in OPS for index in range(len(sample_inputs(op)))]
 RETURNING = ("acceptance_mask", "acceptance_mask_from_rejected")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import bad_input
-import layouts
+import oracle_checks
 import pytest
 import samples_shadow as samples
 import shadow_windows
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import Shape
 from samples import argument_names, ops_of, sample_inputs, with_arguments
 from shadow_windows import Sequence, make_window
 from tensors import flags, int32
 
 from nwor_ops import ops
+from nwor_ops.testing import layouts
+from nwor_ops.testing.layouts import Shape
 from nwor_ops.testing.oracle import shadow as oracle
 
 
@@ -56,7 +57,7 @@ OPS = ops_of("shadow")
 @pytest.mark.parametrize("op", OPS)
 def test_samples(device, op):
     for arguments in sample_inputs(op):
-        layouts.assert_same_as_oracle(op, arguments, device)
+        oracle_checks.assert_same_as_oracle(op, arguments, device)
 
 
 # ---------------------------------------------------------------- open_window, close_window
@@ -129,17 +130,17 @@ def test_without_request_states(device):
     window = make_window(tuple(s for s in shadow_windows.MIXED if s.length))
     place = argument_names("open_window").index("idx_mapping")
     arguments = window.open_arguments()
-    layouts.assert_same_as_oracle("open_window", (*arguments[:place], None, *arguments[place + 1 :]), device)
+    oracle_checks.assert_same_as_oracle("open_window", (*arguments[:place], None, *arguments[place + 1 :]), device)
 
 
 def test_copying_only(device):
     """A second geometry of the same layers: rows are copied, tables and records do not change."""
     window = make_window()
-    ours = layouts.assert_same_as_oracle("open_window", window.open_arguments(redirects=False), device)
+    ours = oracle_checks.assert_same_as_oracle("open_window", window.open_arguments(redirects=False), device)
     assert layouts.same_memory(ours[5:], window.open_arguments(redirects=False)[5:])
     ops.open_window(*window.open_arguments())
     before = window.close_arguments(redirects=False)
-    ours = layouts.assert_same_as_oracle("close_window", window.close_arguments(redirects=False), device)
+    ours = oracle_checks.assert_same_as_oracle("close_window", window.close_arguments(redirects=False), device)
     assert layouts.same_memory(ours[1:], before[1:])
 
 
@@ -398,7 +399,7 @@ def test_drafts_past_the_window_have_no_slot():
         sentence = (
             "slot_mappings must have .* and no slot for a draft without one in row_slots, got slot .* of request 0"
         )
-        layouts.refuse("open_window", arguments, ValueError, sentence)
+        oracle_checks.refuse("open_window", arguments, ValueError, sentence)
 
 
 @pytest.mark.gpu
@@ -424,9 +425,9 @@ def test_a_slot_at_another_offset_in_its_page(change):
         shadow_windows.run_and_compare_with_oracle(window)
     else:
         expected = "slot_mappings must have the offset in its page .*, got slot"
-        layouts.refuse("open_window", window.open_arguments(), ValueError, expected)
+        oracle_checks.refuse("open_window", window.open_arguments(), ValueError, expected)
     window.groups[0].slot_mapping[2] = 240
-    layouts.refuse("open_window", window.open_arguments(), IndexError, "slot_mappings must be below 240, got 240")
+    oracle_checks.refuse("open_window", window.open_arguments(), IndexError, "slot_mappings must be below 240, got 240")
 
 
 @pytest.mark.debug_mode
@@ -507,7 +508,9 @@ def test_tables_of_wrong_shapes():
         ("slot_mappings", [window.groups[0].slot_mapping[::2]], r"slot_mappings\[0\] must be contiguous"),
         ("block_tables", [], "block_tables must hold one tensor for each of the 1 groups"),
     ):
-        layouts.refuse("open_window", with_arguments("open_window", arguments, **{name: value}), ValueError, sentence)
+        oracle_checks.refuse(
+            "open_window", with_arguments("open_window", arguments, **{name: value}), ValueError, sentence
+        )
 
 
 @pytest.mark.parametrize("op", OPS)

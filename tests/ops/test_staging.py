@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import bad_input
-import layouts
+import oracle_checks
 import pytest
 import samples_staging as samples
 import samples_undo
@@ -13,13 +13,14 @@ import tensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import Shape
 from processes import ROOT
 from samples import ops_of, sample_inputs, with_arguments
 from tensors import flags, int32, int64
 
 from nwor_ops import ops
 from nwor_ops.ops import staging
+from nwor_ops.testing import layouts
+from nwor_ops.testing.layouts import Shape
 from nwor_ops.testing.raw_rows import raw
 
 
@@ -57,7 +58,7 @@ OPS = ops_of("staging")
 @pytest.mark.parametrize("op", OPS)
 def test_samples(device, op):
     for arguments in sample_inputs(op):
-        layouts.assert_same_as_oracle(op, arguments, device)
+        oracle_checks.assert_same_as_oracle(op, arguments, device)
 
 
 # ---------------------------------------------------------------- stage_kv
@@ -67,9 +68,9 @@ def test_samples(device, op):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_stage(device, shape, dtype):
     """Rows in any order, skipped tokens, every bit pattern."""
-    layouts.assert_same_as_oracle("stage_kv", samples.stage(shape, dtype), device)
+    oracle_checks.assert_same_as_oracle("stage_kv", samples.stage(shape, dtype), device)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(0)).tolist()
-    layouts.assert_same_as_oracle(
+    oracle_checks.assert_same_as_oracle(
         "stage_kv", samples.stage(shape, dtype, tuple(order[:200]), rows=300, marks=False), device
     )
 
@@ -84,7 +85,7 @@ def test_stage_misaligned(device, moved, offset):
         tensor, shift = arguments[place], 16 + (offset if name == moved else 0)
         around = layouts.random_bytes(tensor.numel() + 40, tensor.dtype, seed=place)
         replaced[name] = around[shift : shift + tensor.numel()].view(tensor.shape)
-    layouts.assert_same_as_oracle("stage_kv", with_arguments("stage_kv", arguments, **replaced), device)
+    oracle_checks.assert_same_as_oracle("stage_kv", with_arguments("stage_kv", arguments, **replaced), device)
 
 
 def test_stage_of_any_strides(device):
@@ -95,20 +96,24 @@ def test_stage_of_any_strides(device):
     spaced = tensors.numbers(8, 4, 16, dtype=torch.bfloat16, seed=2)[..., ::2]
     packed = layouts.random_bytes(4 * 4 * 32, torch.bfloat16).view(4, 4, 32)
     for k, v in ((qkv[:, 1], qkv[:, 2]), (by_head, spaced), (spaced, by_head), (key[:1].expand(8, 4, 8), value)):
-        layouts.assert_same_as_oracle("stage_kv", (k, v, rows, packed[..., :8], packed[..., 8:24:2], *marks), device)
-        layouts.assert_same_as_oracle("stage_kv", (k, v, rows, staged_key, packed[..., 8:16].flip(0), *marks), device)
+        oracle_checks.assert_same_as_oracle(
+            "stage_kv", (k, v, rows, packed[..., :8], packed[..., 8:24:2], *marks), device
+        )
+        oracle_checks.assert_same_as_oracle(
+            "stage_kv", (k, v, rows, staged_key, packed[..., 8:16].flip(0), *marks), device
+        )
 
 
 def test_stage_without_marks_and_without_tokens(device):
-    layouts.assert_same_as_oracle("stage_kv", samples.stage(marks=False), device)
+    oracle_checks.assert_same_as_oracle("stage_kv", samples.stage(marks=False), device)
     for rows in ((), (-1, -1, -5)):
         arguments = samples.stage(stage_rows=rows)
-        ours = layouts.assert_same_as_oracle("stage_kv", arguments, device)
+        ours = oracle_checks.assert_same_as_oracle("stage_kv", arguments, device)
         assert layouts.same_memory(ours, arguments)
 
 
 def test_staged_rows_carry_their_window(device):
-    ours = layouts.assert_same_as_oracle("stage_kv", samples.stage(), device)
+    ours = oracle_checks.assert_same_as_oracle("stage_kv", samples.stage(), device)
     assert ours[-1].tolist() == [
         tensors.WINDOW if row in samples.STAGE_ROWS else tensors.EARLIER_WINDOW for row in range(4)
     ]
@@ -118,7 +123,7 @@ def test_staged_rows_carry_their_window(device):
 @pytest.mark.parametrize("marks", [False, True])
 def test_stage_rows_without_bytes(device, shape, marks):
     """Such a row is staged: it gets its window."""
-    ours = layouts.assert_same_as_oracle("stage_kv", samples.stage(shape, marks=marks), device)
+    ours = oracle_checks.assert_same_as_oracle("stage_kv", samples.stage(shape, marks=marks), device)
     if marks:
         assert ours[-1].tolist() == [tensors.WINDOW] * 3 + [tensors.EARLIER_WINDOW]
 
@@ -126,7 +131,9 @@ def test_stage_rows_without_bytes(device, shape, marks):
 @pytest.mark.usefixtures("four_threads")
 def test_many_rows_on_several_threads():
     order = torch.randperm(400, generator=torch.Generator().manual_seed(0)).tolist()
-    layouts.assert_same_as_oracle("stage_kv", samples.stage(tensors.SMALL, torch.float16, tuple(order[:300]), rows=400))
+    oracle_checks.assert_same_as_oracle(
+        "stage_kv", samples.stage(tensors.SMALL, torch.float16, tuple(order[:300]), rows=400)
+    )
 
 
 @pytest.mark.debug_mode
@@ -148,8 +155,8 @@ def test_stage_row_outside_the_buffer(device, shape, row):
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_commit_in_every_layout(device, layout, shape):
     arguments = samples.commit(layout=layout, shape=shape, slots=(5, -1, 0, 11, 7, -1), dtype=torch.bfloat16)
-    layouts.assert_same_as_oracle("commit_staged", arguments, device)
-    layouts.assert_same_as_oracle("commit_staged", samples.commit_lengths(arguments), device)
+    oracle_checks.assert_same_as_oracle("commit_staged", arguments, device)
+    oracle_checks.assert_same_as_oracle("commit_staged", samples.commit_lengths(arguments), device)
 
 
 def in_format(dtype, kv_cache_dtype, cache_dtype, scales, layout):
@@ -184,7 +191,7 @@ def test_commit_quantizes_as_write_kv(device, dtype, kv_cache_dtype, cache_dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_commit_to_fp8(device, dtype, kv_cache_dtype, cache_dtype, scales, layout):
     arguments = samples.commit(**in_format(dtype, kv_cache_dtype, cache_dtype, scales, layout))
-    layouts.assert_same_as_oracle("commit_staged", arguments, device)
+    oracle_checks.assert_same_as_oracle("commit_staged", arguments, device)
 
 
 PATTERNS = {"none": (0,) * 6, "all": (1,) * 6, "prefix": (1, 1, 1, 0, 0, 0), "sparse": (0, 1, 0, 1, 1, 0)}
@@ -193,7 +200,7 @@ PATTERNS = {"none": (0,) * 6, "all": (1,) * 6, "prefix": (1, 1, 1, 0, 0, 0), "sp
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_commit_of_any_pattern(device, pattern):
     arguments = samples.commit(PATTERNS[pattern], slots=(5, 2, 0, 11, 7, 1))
-    ours = layouts.assert_same_as_oracle("commit_staged", arguments, device)
+    ours = oracle_checks.assert_same_as_oracle("commit_staged", arguments, device)
     if pattern == "none":
         assert layouts.same_memory(ours, arguments)
 
@@ -201,7 +208,7 @@ def test_commit_of_any_pattern(device, pattern):
 @pytest.mark.parametrize("lengths", [(0, 0, 0), (3, 1, 1), (1, 9, -4), (2,), ()])
 def test_commit_by_lengths(device, lengths):
     """A length may exceed the request, be negative, or be missing for some rows' requests."""
-    layouts.assert_same_as_oracle(
+    oracle_checks.assert_same_as_oracle(
         "commit_staged", samples.commit_lengths(samples.commit(slots=(5, 2, 0, 11, 7, 1)), lengths), device
     )
 
@@ -210,7 +217,7 @@ def test_commit_to_new_slots_makes_an_accepted_path_consecutive(device):
     """Nodes 0, 2 and 5 of a token tree were accepted. They are written to consecutive slots."""
     key, value, _, _, key_cache, value_cache, *rest = samples.commit(slots=(-1,) * 6)
     slots, accepted = int64(4, -1, 5, -1, -1, 6), flags(1, 0, 1, 0, 0, 1)
-    ours = layouts.assert_same_as_oracle(
+    ours = oracle_checks.assert_same_as_oracle(
         "commit_staged", (key, value, slots, accepted, key_cache, value_cache, *rest), device
     )
     assert torch.equal(ours[4].flatten(0, 1)[4:7].cpu(), key[[0, 2, 5]])
@@ -229,7 +236,7 @@ def test_commit_slot_outside_the_cache(device, slot):
 
 def test_slots_of_rejected_rows_are_ignored(device):
     arguments = samples.commit((1, 0, 1, 0, 0, 0), slots=(5, 99, 1, 99))
-    layouts.assert_same_as_oracle("commit_staged", arguments, device)
+    oracle_checks.assert_same_as_oracle("commit_staged", arguments, device)
 
 
 # ---------------------------------------------------------------- accept_staged
@@ -256,7 +263,7 @@ DECIDED = {
 def test_accepted_by_hand(device, case):
     changed, committed, incomplete = DECIDED[case]
     arguments = samples.accept_staged(**changed)
-    ours = layouts.assert_same_as_oracle("accept_staged", arguments, device)
+    ours = oracle_checks.assert_same_as_oracle("accept_staged", arguments, device)
     assert ours[5].nonzero().flatten().tolist() == committed
     assert bool(ours[6][staging.STAGE_COUNTERS.index("incomplete")] - 60) is incomplete
 
@@ -277,13 +284,13 @@ def test_all_or_nothing(device, rows, missing):
     counters = int64(*range(len(staging.STAGE_COUNTERS)))
     arguments = (layouts.surrounded(accepted), layouts.surrounded(slots), int64(7), layouts.surrounded(windows), 100,
                  layouts.surrounded(~accepted), counters)  # fmt: skip
-    ours = layouts.assert_same_as_oracle("accept_staged", arguments, device)
+    ours = oracle_checks.assert_same_as_oracle("accept_staged", arguments, device)
     assert bool(ours[5].any()) is (missing is None)
 
 
 def test_stage_counters(device):
     """Operations count layers x rows. `staged` counts a row once, in however many layers it was staged."""
-    ours = layouts.assert_same_as_oracle("accept_staged", samples.accept_staged(), device)
+    ours = oracle_checks.assert_same_as_oracle("accept_staged", samples.accept_staged(), device)
     grown = [after - before for after, before in zip(ours[6].tolist(), range(10, 70, 10), strict=True)]
     assert dict(zip(staging.STAGE_COUNTERS, grown, strict=True)) == {
         "windows": 1, "staged": 4, "stage_operations": 8, "committed": 2, "rejected": 2, "incomplete": 0,
@@ -316,7 +323,7 @@ def test_accept_staged_equals_the_oracle(device, data):
         windows[layer, list(which)] = tensors.WINDOW
     committed, counters = flags(*data.draw(lists)), int64(*range(len(staging.STAGE_COUNTERS)))
     arguments = (accepted, int64(*slots), int64(tensors.WINDOW), windows, 12, committed, counters, *of_rows)
-    layouts.assert_same_as_oracle("accept_staged", arguments, device)
+    oracle_checks.assert_same_as_oracle("accept_staged", arguments, device)
 
 
 # ---------------------------------------------------------------- move_slots
@@ -337,7 +344,7 @@ def test_move_in_every_layout(device, layout, dtype):
         for planes in layouts.make_pages(layout, shape, dtype)[:2]:
             arguments = list(samples.move())
             arguments[0] = planes
-            layouts.assert_same_as_oracle("move_slots", tuple(arguments), device)
+            oracle_checks.assert_same_as_oracle("move_slots", tuple(arguments), device)
 
 
 MOVES = {
@@ -377,7 +384,7 @@ def test_any_moves(device, data):
     sources = data.draw(st.lists(slots, min_size=len(destinations), max_size=len(destinations)))
     layout, dtype = data.draw(st.sampled_from(list(layouts.LAYOUTS))), data.draw(st.sampled_from(ELEMENT_DTYPES))
     planes = layouts.make_pages(layout, shape, dtype, data.draw(st.integers(0, 8))).value_caches
-    layouts.assert_same_as_oracle("move_slots", (planes, int64(*sources), int64(*destinations)), device)
+    oracle_checks.assert_same_as_oracle("move_slots", (planes, int64(*sources), int64(*destinations)), device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
@@ -385,19 +392,19 @@ def test_move_in_pages_with_page_offsets(device, dtype):
     pages = layouts.make_amx_pages(Shape(3, 32, 2, 16, 16, layers=2), dtype)
     for planes, table in ((pages.key_caches, pages.key_offsets), (pages.value_caches, pages.value_offsets)):
         sources, destinations = int64(95, 0, 33, -1, 17), int64(0, 95, 34, 1, 33)
-        layouts.assert_same_as_oracle("move_slots", (planes, sources, destinations, table), device)
+        oracle_checks.assert_same_as_oracle("move_slots", (planes, sources, destinations, table), device)
 
 
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_move_in_misaligned_planes(device, offset):
     planes = layouts.make_pages("nhd", Shape(3, 4, 2, 16, 32, 3), torch.bfloat16, offset).key_caches
-    layouts.assert_same_as_oracle("move_slots", (planes, *samples.move()[1:]), device)
+    oracle_checks.assert_same_as_oracle("move_slots", (planes, *samples.move()[1:]), device)
 
 
 @pytest.mark.parametrize("layers", [1, 383, 384, 385, 800])
 def test_move_in_many_layers(device, layers):
     planes = layouts.make_pages("packed", Shape(2, 6, 1, 8, 8, layers), torch.bfloat16).value_caches
-    layouts.assert_same_as_oracle("move_slots", (planes, *samples.move()[1:]), device)
+    oracle_checks.assert_same_as_oracle("move_slots", (planes, *samples.move()[1:]), device)
 
 
 @pytest.mark.parametrize("moves", [1, 2, 31, 32, 33, 512, 2048, 2049, 14_000, 15_000, 60_000])
@@ -457,7 +464,7 @@ def test_move_of_a_slot_outside_the_cache_to_itself(device, slot):
 def test_a_skipped_move_is_not_checked(device, name):
     other = "dst_slots" if name == "src_slots" else "src_slots"
     skipped = with_arguments("move_slots", samples.move(), **{name: int64(5, 2**62), other: int64(1, -1)})
-    layouts.assert_same_as_oracle("move_slots", skipped, device)
+    oracle_checks.assert_same_as_oracle("move_slots", skipped, device)
 
 
 # ---------------------------------------------------------------- errors: the message, and nothing written
@@ -528,4 +535,4 @@ def test_requests_and_positions_go_together():
         ("commit_staged", samples.commit()),
     ):
         alone = with_arguments(op, arguments, row_requests=int32(0, 0, 0, 0, 0, 0))
-        layouts.refuse(op, alone, ValueError, "row_requests and row_positions must be given together")
+        oracle_checks.refuse(op, alone, ValueError, "row_requests and row_positions must be given together")

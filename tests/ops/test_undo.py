@@ -7,20 +7,21 @@ import subprocess
 import sys
 
 import bad_input
-import layouts
+import oracle_checks
 import pytest
 import samples_undo as samples
 import tensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import Shape
 from processes import ROOT
 from samples import sample_inputs, with_arguments
 from samples_accept import outcome_buffers
 from tensors import flags, int32, int64
 
 from nwor_ops import ops
+from nwor_ops.testing import layouts
+from nwor_ops.testing.layouts import Shape
 from nwor_ops.testing.oracle import undo as oracle
 from nwor_ops.testing.raw_rows import raw
 
@@ -98,7 +99,7 @@ def scales_of(kind: str, tokens: int, heads: int):
 @pytest.mark.parametrize("op", ALL_OPS)
 def test_samples(device, op):
     for arguments in sample_inputs(op):
-        layouts.assert_same_as_oracle(op, arguments, device)
+        oracle_checks.assert_same_as_oracle(op, arguments, device)
 
 
 def logged_with_room(slots: tuple[int, ...], **options):
@@ -116,7 +117,7 @@ def test_write_in_every_layout(device, layout, shape, make):
     op = "write_kv" if make is samples.write else "write_kv_logged"
     for dtype in (torch.float32, torch.bfloat16):
         arguments = make(layout=layout, shape=shape, slots=spread_slots(shape), dtype=dtype)
-        layouts.assert_same_as_oracle(op, arguments, device)
+        oracle_checks.assert_same_as_oracle(op, arguments, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -126,7 +127,7 @@ def test_auto_copies_every_bit_pattern(device, op, dtype):
     arguments = samples.write_logged(dtype=dtype) if op == "write_kv_logged" else samples.write(dtype=dtype)
     key = layouts.random_bytes(8 * 4 * 8, dtype, seed=5).view(8, 4, 8)
     value = layouts.random_bytes(8 * 4 * 8, dtype, seed=6).view(8, 4, 8)
-    layouts.assert_same_as_oracle(op, (key, value, *arguments[2:]), device)
+    oracle_checks.assert_same_as_oracle(op, (key, value, *arguments[2:]), device)
 
 
 @pytest.mark.parametrize("layout", ["nhd", "padded", "vec"])
@@ -139,8 +140,8 @@ def test_fp8_write(device, dtype, kv_cache_dtype, cache_dtype, scales, layout):
         "layout": layout, "shape": tensors.WIDE_VALUES, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype,
         "cache_dtype": cache_dtype, "scales": scales_of(scales, len(samples.SLOTS) + 2, tensors.WIDE_VALUES.heads),
     }  # fmt: skip
-    layouts.assert_same_as_oracle("write_kv", samples.write(**options), device)
-    layouts.assert_same_as_oracle("write_kv_logged", samples.write_logged(**options), device)
+    oracle_checks.assert_same_as_oracle("write_kv", samples.write(**options), device)
+    oracle_checks.assert_same_as_oracle("write_kv_logged", samples.write_logged(**options), device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -152,7 +153,9 @@ def test_fp8_of_every_16_bit_number(device, kv_cache_dtype, dtype):
     for scale in (1.0, 0.37):
         arguments = samples.write("nhd", shape, dtype, kv_cache_dtype, slots=tuple(range(64)))
         scales = torch.tensor([scale]), torch.tensor([-scale])
-        layouts.assert_same_as_oracle("write_kv", (every, every, *arguments[2:5], *scales, kv_cache_dtype), device)
+        oracle_checks.assert_same_as_oracle(
+            "write_kv", (every, every, *arguments[2:5], *scales, kv_cache_dtype), device
+        )
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
@@ -164,7 +167,7 @@ def test_fp8_divides_by_the_scale(device, kv_cache_dtype):
     source = torch.cat([ties, *beside, -ties]).repeat(2)[: 64 * 8].view(8, 8, 8)
     arguments = samples.write("nhd", Shape(2, 4, 8, 8, 8), torch.float32, kv_cache_dtype, slots=tuple(range(8)))
     scales = torch.tensor([49.0]), torch.tensor([-49.0])
-    layouts.assert_same_as_oracle("write_kv", (source, source, *arguments[2:5], *scales, kv_cache_dtype), device)
+    oracle_checks.assert_same_as_oracle("write_kv", (source, source, *arguments[2:5], *scales, kv_cache_dtype), device)
 
 
 @pytest.mark.parametrize(
@@ -200,12 +203,12 @@ def test_misaligned_planes(device, kv_cache_dtype, dtype, offset):
     alignment."""
     options = {"layout": "nhd", "shape": Shape(3, 4, 2, 16, 32), "dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     arguments = list(samples.write_logged(**options, offset=offset))
-    layouts.assert_same_as_oracle("write_kv_logged", aligned(arguments), device)
+    oracle_checks.assert_same_as_oracle("write_kv_logged", aligned(arguments), device)
     arguments[0] = layouts.surrounded(arguments[0], edge=offset)
     arguments[1] = layouts.surrounded(arguments[1], edge=8 - offset)
-    layouts.assert_same_as_oracle("write_kv_logged", tuple(arguments), device)
+    oracle_checks.assert_same_as_oracle("write_kv_logged", tuple(arguments), device)
     for moved in ("key", "value", "key_log", "value_log"):
-        layouts.assert_same_as_oracle(
+        oracle_checks.assert_same_as_oracle(
             "write_kv_logged", aligned(samples.write_logged(**options), moved, offset), device
         )
 
@@ -215,7 +218,7 @@ def test_misaligned_planes(device, kv_cache_dtype, dtype, offset):
 def test_restore_of_misaligned_planes(device, dtype, offset):
     pages = layouts.make_pages("nhd", Shape(3, 4, 2, 16, 16), dtype, offset)
     log = layouts.random_bytes(4 * 2 * 16 + offset, dtype)[offset:].view(1, 4, 2, 16)
-    layouts.assert_same_as_oracle(
+    oracle_checks.assert_same_as_oracle(
         "restore_slots", (pages.key_caches, log, int64(1, 5, -1, 7), flags(1, 1, 1, 0)), device
     )
 
@@ -224,22 +227,22 @@ def test_sources_of_any_strides(device):
     """Key and value as slices of a fused QKV projection, and heads before tokens."""
     arguments = samples.write(dtype=torch.bfloat16)
     qkv = tensors.numbers(8, 3, 4, 8, dtype=torch.bfloat16)
-    layouts.assert_same_as_oracle("write_kv", (qkv[:, 1], qkv[:, 2], *arguments[2:]), device)
+    oracle_checks.assert_same_as_oracle("write_kv", (qkv[:, 1], qkv[:, 2], *arguments[2:]), device)
     by_head, by_width = tensors.numbers(4, 8, 8, dtype=torch.bfloat16), tensors.numbers(8, 8, 4, dtype=torch.bfloat16)
-    layouts.assert_same_as_oracle(
+    oracle_checks.assert_same_as_oracle(
         "write_kv", (by_head.transpose(0, 1), by_width.transpose(1, 2), *arguments[2:]), device
     )
     one_row = tensors.numbers(1, 4, 8, dtype=torch.bfloat16).expand(8, 4, 8)
-    layouts.assert_same_as_oracle("write_kv", (one_row, one_row, *arguments[2:]), device)
+    oracle_checks.assert_same_as_oracle("write_kv", (one_row, one_row, *arguments[2:]), device)
 
 
 def test_logs_of_any_strides(device):
     """Key and value logs packed in one row, as the pages are, and heads before rows."""
     arguments = samples.write_logged()
     packed = layouts.random_bytes(4 * 4 * 16, torch.float32, seed=9).view(4, 4, 16)
-    layouts.assert_same_as_oracle("write_kv_logged", (*arguments[:-2], packed[..., :8], packed[..., 8:]), device)
+    oracle_checks.assert_same_as_oracle("write_kv_logged", (*arguments[:-2], packed[..., :8], packed[..., 8:]), device)
     by_head = layouts.random_bytes(2 * 4 * 4 * 8, torch.float32, seed=9).view(2, 4, 4, 8).transpose(1, 2)
-    layouts.assert_same_as_oracle("write_kv_logged", (*arguments[:-2], by_head[0], by_head[1]), device)
+    oracle_checks.assert_same_as_oracle("write_kv_logged", (*arguments[:-2], by_head[0], by_head[1]), device)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
@@ -252,7 +255,7 @@ def test_sources_and_logs_of_any_strides(device, kv_cache_dtype):
     logs = layouts.random_bytes(4 * 4 * 32, arguments[2].dtype).view(4, 4, 32)
     for key, value in ((qkv[:, 1], qkv[:, 2]), (by_head, spaced), (spaced, by_head)):
         replaced = {"key": key, "value": value, "key_log": logs[..., 0:16:2], "value_log": logs[..., 16:24]}
-        layouts.assert_same_as_oracle(
+        oracle_checks.assert_same_as_oracle(
             "write_kv_logged", with_arguments("write_kv_logged", arguments, **replaced), device
         )
 
@@ -260,21 +263,23 @@ def test_sources_and_logs_of_any_strides(device, kv_cache_dtype):
 @pytest.mark.parametrize("scale", [[float("nan")], [0.0], []], ids=str)
 def test_auto_reads_no_scale(device, scale):
     scales = torch.tensor(scale), torch.tensor(scale)
-    layouts.assert_same_as_oracle("write_kv", samples.write(scales=scales), device)
-    layouts.assert_same_as_oracle("write_kv_logged", samples.write_logged(scales=scales), device)
+    oracle_checks.assert_same_as_oracle("write_kv", samples.write(scales=scales), device)
+    oracle_checks.assert_same_as_oracle("write_kv_logged", samples.write_logged(scales=scales), device)
 
 
 def test_latent_without_values(device):
     """MLA: one latent plane, and a value of no width."""
     shape = Shape(2, 16, 1, 576, 0)
     arguments = logged_with_room(spread_slots(shape), shape=shape, dtype=torch.bfloat16)
-    layouts.assert_same_as_oracle("write_kv_logged", arguments, device)
+    oracle_checks.assert_same_as_oracle("write_kv_logged", arguments, device)
 
 
 @pytest.mark.parametrize("slots", [(), (-1, -1, -3), (0,)], ids=["empty", "all skipped", "one"])
 def test_few_tokens(device, slots):
-    layouts.assert_same_as_oracle("write_kv", samples.write(slots=slots), device)
-    layouts.assert_same_as_oracle("write_kv_logged", samples.write_logged((0, 1, 2)[: len(slots)], slots=slots), device)
+    oracle_checks.assert_same_as_oracle("write_kv", samples.write(slots=slots), device)
+    oracle_checks.assert_same_as_oracle(
+        "write_kv_logged", samples.write_logged((0, 1, 2)[: len(slots)], slots=slots), device
+    )
 
 
 @pytest.mark.parametrize("tokens", [300, 20_000])
@@ -305,26 +310,30 @@ def test_many_tokens(device, tokens):
 def test_scales_of_any_strides(device):
     wide = tensors.numbers(8, 3).abs()
     options = {"kv_cache_dtype": "fp8", "dtype": torch.bfloat16}
-    layouts.assert_same_as_oracle("write_kv", samples.write(scales=(wide[:, 1:2], wide[2:6, 0]), **options), device)
+    oracle_checks.assert_same_as_oracle(
+        "write_kv", samples.write(scales=(wide[:, 1:2], wide[2:6, 0]), **options), device
+    )
 
 
 @pytest.mark.parametrize("extra", [0, 1, 5])
 def test_key_longer_than_slot_mapping(device, extra):
     """vLLM pads key and value for a graph. Only slot_mapping gives the number of tokens."""
-    layouts.assert_same_as_oracle("write_kv_logged", samples.write_logged(extra_tokens=extra), device)
+    oracle_checks.assert_same_as_oracle("write_kv_logged", samples.write_logged(extra_tokens=extra), device)
 
 
 def test_log_rows_longer_than_slot_mapping(device):
     arguments = samples.write_logged(log_rows=(*samples.LOG_ROWS, 3, 3, 99))
-    layouts.assert_same_as_oracle("write_kv_logged", arguments, device)
+    oracle_checks.assert_same_as_oracle("write_kv_logged", arguments, device)
 
 
 def test_no_early_return_skips_the_write(device):
     """A batch without drafts, or with a log without rows, is written too."""
-    layouts.assert_same_as_oracle("write_kv_logged", samples.write_logged(log_rows=(-1,) * len(samples.SLOTS)), device)
+    oracle_checks.assert_same_as_oracle(
+        "write_kv_logged", samples.write_logged(log_rows=(-1,) * len(samples.SLOTS)), device
+    )
     arguments = samples.write_logged(log_rows=(-1,) * len(samples.SLOTS))
     no_rows = [tensors.log_for(cache, rows=0) for cache in arguments[2:4]]
-    ours = layouts.assert_same_as_oracle("write_kv_logged", (*arguments[:-2], *no_rows), device)
+    ours = oracle_checks.assert_same_as_oracle("write_kv_logged", (*arguments[:-2], *no_rows), device)
     written = [divmod(slot, tensors.SMALL.block_size) for slot in samples.SLOTS if slot >= 0]
     for place in written:
         token = samples.SLOTS.index(place[0] * tensors.SMALL.block_size + place[1])
@@ -336,7 +345,7 @@ def test_only_skipped_tokens(device, op):
     options = {"slots": (-1, -2, -(2**62))}
     arguments = samples.write(**options) if op == "write_kv" else samples.write_logged((0, 1, 2), **options)
     before = layouts.twin(arguments)
-    ours = layouts.assert_same_as_oracle(op, arguments, device)
+    ours = oracle_checks.assert_same_as_oracle(op, arguments, device)
     assert layouts.same_memory(ours, before)
 
 
@@ -345,7 +354,7 @@ def test_layout_is_not_inferred_if_block_size_equals_num_heads(device, layout):
     """NHD and HND planes have the same shape here. Only the strides distinguish them."""
     shape = SHAPES["all_sizes_equal"]
     arguments = samples.write(layout, shape, slots=(6,), extra_tokens=0)
-    ours = layouts.assert_same_as_oracle("write_kv", arguments, device)
+    ours = oracle_checks.assert_same_as_oracle("write_kv", arguments, device)
     assert torch.equal(ours[2][1, 2], ours[0][0])
     assert torch.equal(ours[3][1, 2], ours[1][0])
 
@@ -358,11 +367,11 @@ def test_many_tokens_on_several_threads():
     rows = [row if row < 300 else -1 for row in torch.randperm(500).tolist()]
     arguments = samples.write_logged(tuple(rows), layout="packed_hnd", shape=shape, slots=tuple(slots))
     logs = [tensors.log_for(cache, 300, seed) for seed, cache in enumerate(arguments[2:4])]
-    layouts.assert_same_as_oracle("write_kv_logged", (*arguments[:-2], *logs))
+    oracle_checks.assert_same_as_oracle("write_kv_logged", (*arguments[:-2], *logs))
     pages = layouts.make_pages("packed_hnd", shape, torch.float32)
     log = tensors.surrounded_layers([tensors.log_for(cache, 300, seed) for seed, cache in enumerate(pages.key_caches)])
     rejected = flags(*(torch.rand(300, generator=torch.Generator().manual_seed(4)) < 0.5).tolist())
-    layouts.assert_same_as_oracle("restore_slots", (pages.key_caches, log, int64(*slots[:300]), rejected))
+    oracle_checks.assert_same_as_oracle("restore_slots", (pages.key_caches, log, int64(*slots[:300]), rejected))
 
 
 # ---------------------------------------------------------------- restore_slots_from_rejected
@@ -384,7 +393,7 @@ def test_restore_from_any_rejected_counts(device, data):
         [[data.draw(st.integers(6, 7)) for _ in range(rows)] for _ in range(layers)], dtype=torch.int64
     )
     num_rows = data.draw(st.sampled_from([None, used, rows]))
-    layouts.assert_same_as_oracle(
+    oracle_checks.assert_same_as_oracle(
         "restore_slots_from_rejected",
         (
             caches, log, int64(*slots), int32(*counts), int32(*starts), *outcome_buffers(rows, len(drafts) + 1), None,
@@ -416,7 +425,7 @@ def test_restore_from_many_rejected_counts(device, shape, layers, requests, most
         arguments = (
             caches, layer_log(caches, rows), slots, counts, starts, *outputs, None, int64(7), windows, num_rows
         )  # fmt: skip
-        layouts.assert_same_as_oracle("restore_slots_from_rejected", arguments, device)
+        oracle_checks.assert_same_as_oracle("restore_slots_from_rejected", arguments, device)
 
 
 # ---------------------------------------------------------------- log_slots, restore_slots
@@ -428,8 +437,12 @@ def test_restore_from_many_rejected_counts(device, shape, layers, requests, most
 def test_log_and_restore_of_every_element_size(device, layout, dtype, offset):
     for caches in layouts.make_pages(layout, Shape(3, 6, 2, 16, 8, layers=5), dtype, offset)[:2]:
         log = layer_log(caches, 4)
-        layouts.assert_same_as_oracle("log_slots", (caches[2], int64(17, 0, -1, 9), int32(3, 0, 1, -1), log[2]), device)
-        layouts.assert_same_as_oracle("restore_slots", (caches, log, int64(17, 0, -1, 9), flags(1, 0, 1, 1)), device)
+        oracle_checks.assert_same_as_oracle(
+            "log_slots", (caches[2], int64(17, 0, -1, 9), int32(3, 0, 1, -1), log[2]), device
+        )
+        oracle_checks.assert_same_as_oracle(
+            "restore_slots", (caches, log, int64(17, 0, -1, 9), flags(1, 0, 1, 1)), device
+        )
 
 
 @pytest.mark.parametrize("dtype", ELEMENT_DTYPES, ids=str)
@@ -444,13 +457,13 @@ def test_log_and_restore_any_plane(device, layout, shape, dtype):
     rows = logged_rows(slots)
     num_rows = max(rows) + 2
     for cache in (pages.key_caches[0], pages.value_caches[-1]):
-        layouts.assert_same_as_oracle(
+        oracle_checks.assert_same_as_oracle(
             "log_slots", (cache, int64(*slots), int32(*rows), tensors.log_for(cache, num_rows)), device
         )
     row_slots = int64(*slots[:num_rows])
     for caches in pages[:2]:
         log = tensors.surrounded_layers([tensors.log_for(cache, num_rows, seed) for seed, cache in enumerate(caches)])
-        layouts.assert_same_as_oracle(
+        oracle_checks.assert_same_as_oracle(
             "restore_slots", (caches, log, row_slots, flags(*[1, 0, 1, 1, 0, 1, 1, 1][:num_rows])), device
         )
 
@@ -473,7 +486,7 @@ def test_restore_exactly_the_rejected(device, rows, rejected):
     for layout in ("packed", "one_backing"):
         caches = layouts.make_pages(layout, Shape(5, 16, 2, 64, 64, layers=3), torch.bfloat16).value_caches
         arguments = (caches, layer_log(caches, rows), int64(*slots), flags(*REJECTED[rejected](rows)))
-        ours = layouts.assert_same_as_oracle("restore_slots", arguments, device)
+        ours = oracle_checks.assert_same_as_oracle("restore_slots", arguments, device)
         if rejected == "none":
             assert layouts.same_memory(ours, arguments)
 
@@ -483,11 +496,11 @@ def test_restore_of_many_layers(device, layers):
     """On CUDA the addresses of 384 layers fit in one launch. More layers take more launches."""
     caches = layouts.make_pages("packed", Shape(2, 2, 1, 8, 8, layers=layers), torch.bfloat16).key_caches
     log = layer_log(caches, 3)
-    layouts.assert_same_as_oracle("restore_slots", (caches, log, int64(3, 0, 1), flags(1, 0, 1)), device)
+    oracle_checks.assert_same_as_oracle("restore_slots", (caches, log, int64(3, 0, 1), flags(1, 0, 1)), device)
     windows = torch.randint(6, 8, (layers, 3), generator=torch.Generator().manual_seed(layers))
     arguments = (caches, log, int64(3, 0, 1), flags(1, 1, 1), None, int64(7))
     for num_rows in (None, 0, 2):
-        layouts.assert_same_as_oracle("restore_slots", (*arguments, windows, num_rows), device)
+        oracle_checks.assert_same_as_oracle("restore_slots", (*arguments, windows, num_rows), device)
 
 
 def test_restore_from_a_log_of_any_strides(device):
@@ -496,7 +509,7 @@ def test_restore_from_a_log_of_any_strides(device):
     by_row = layouts.random_bytes(4 * 2 * 4 * 8, torch.float32).view(4, 2, 4, 8).transpose(0, 1)
     packed = layouts.random_bytes(2 * 4 * 4 * 16, torch.float32).view(2, 4, 4, 16)
     for log in (by_row, packed[..., 8:]):
-        layouts.assert_same_as_oracle(
+        oracle_checks.assert_same_as_oracle(
             "restore_slots", (pages.value_caches, log, int64(0, 5, 9, 11), flags(1, 0, 1, 1)), device
         )
 
@@ -509,7 +522,7 @@ def test_logging_does_not_touch_the_cache(device):
         int32(*samples.LOG_ROWS),
         tensors.log_for(pages.key_caches[0]),
     )
-    ours = layouts.assert_same_as_oracle("log_slots", arguments, device)
+    ours = oracle_checks.assert_same_as_oracle("log_slots", arguments, device)
     assert layouts.same_memory(ours[0], arguments[0])
 
 
@@ -525,10 +538,10 @@ def test_page_offsets(device, shape, offset, dtype):
     for caches, table in ((pages.key_caches, pages.key_offsets), (pages.value_caches, pages.value_offsets)):
         assert sorted(table.flatten().tolist()) == list(range(table.numel()))
         log = tensors.log_for(caches[0], num_rows)
-        layouts.assert_same_as_oracle("log_slots", (caches[1], int64(*slots), int32(*rows), log, table), device)
+        oracle_checks.assert_same_as_oracle("log_slots", (caches[1], int64(*slots), int32(*rows), log, table), device)
         logs = tensors.surrounded_layers([tensors.log_for(cache, num_rows, seed) for seed, cache in enumerate(caches)])
         rejected = flags(*[row % 3 != 1 for row in range(num_rows)])
-        layouts.assert_same_as_oracle(
+        oracle_checks.assert_same_as_oracle(
             "restore_slots", (caches, logs, int64(*slots[:num_rows]), rejected, table), device
         )
 
@@ -570,7 +583,7 @@ EMPTY = {
 @pytest.mark.parametrize("case", EMPTY)
 def test_empty(device, case):
     op, arguments = EMPTY[case]()
-    layouts.assert_same_as_oracle(op, arguments, device)
+    oracle_checks.assert_same_as_oracle(op, arguments, device)
 
 
 # ---------------------------------------------------------------- properties
@@ -769,7 +782,7 @@ def test_slot_outside_a_cache_whose_rows_have_no_bytes(device, op, shape):
 def test_slot_outside_the_cache_of_an_accepted_row(device):
     """Rows that are kept are not checked."""
     caches = layouts.make_pages("packed", tensors.SMALL, torch.float32).key_caches
-    layouts.assert_same_as_oracle(
+    oracle_checks.assert_same_as_oracle(
         "restore_slots", (caches, layer_log(caches, 3), int64(5, 0, 99), flags(1, 1, 0)), device
     )
 
@@ -787,7 +800,7 @@ def test_log_of_a_fixed_size_is_never_overrun(device, op, row):
 
 
 def test_log_row_of_a_skipped_token_is_ignored(device):
-    layouts.assert_same_as_oracle("write_kv_logged", samples.write_logged((0, -1, 99), slots=(3, 5, -1)), device)
+    oracle_checks.assert_same_as_oracle("write_kv_logged", samples.write_logged((0, -1, 99), slots=(3, 5, -1)), device)
 
 
 def _with_page_offset(op, offset):
@@ -821,13 +834,13 @@ def test_page_offsets_outside_the_storage(device, op, offset):
 @pytest.mark.parametrize("op", ["log_slots", *RESTORING_OPS])
 def test_the_last_page_offset_inside_the_storage(device, op):
     """The CPU refuses the next one, because it checks the table for every page."""
-    layouts.assert_same_as_oracle(op, _with_page_offset(op, lambda room: room - 1)[1], device)
+    oracle_checks.assert_same_as_oracle(op, _with_page_offset(op, lambda room: room - 1)[1], device)
 
 
 @pytest.mark.parametrize("op", ["log_slots", *RESTORING_OPS])
 def test_the_first_page_offset_outside_the_storage(op):
     wrong = _with_page_offset(op, lambda room: room)[1]
-    layouts.refuse(op, wrong, IndexError, "page_offsets must lie within the storage")
+    oracle_checks.refuse(op, wrong, IndexError, "page_offsets must lie within the storage")
 
 
 # (op, sample, argument): invalid values, each with the expected and the given part of the message.
@@ -970,7 +983,7 @@ def test_wrong_argument(op, sample, argument, value, expected, got):
 )
 def test_cache_of_another_format(sample, kv_cache_dtype, expected):
     arguments = with_arguments("write_kv", sample_inputs("write_kv")[sample], kv_cache_dtype=kv_cache_dtype)
-    layouts.refuse("write_kv", arguments, TypeError, f"key_cache must {re.escape(expected)}$")
+    oracle_checks.refuse("write_kv", arguments, TypeError, f"key_cache must {re.escape(expected)}$")
 
 
 WRONG_LAYERS = {
@@ -996,7 +1009,7 @@ def test_layers_of_different_geometry(case):
     change, sentence = WRONG_LAYERS[case]
     arguments = sample_inputs("restore_slots")[0]
     arguments = with_arguments("restore_slots", arguments, caches=change(arguments[0]))
-    layouts.refuse("restore_slots", arguments, TypeError if case == "dtype" else ValueError, re.escape(sentence))
+    oracle_checks.refuse("restore_slots", arguments, TypeError if case == "dtype" else ValueError, re.escape(sentence))
 
 
 # op, argument, its value as a function of the other arguments, name of the other argument in the message
@@ -1045,7 +1058,7 @@ def test_logs_that_overlap_with_different_starts():
     arguments = samples.write_logged()
     log = tensors.log_for(arguments[2], rows=5)
     arguments = with_arguments("write_kv_logged", arguments, key_log=log[:4], value_log=log[1:])
-    layouts.refuse("write_kv_logged", arguments, ValueError, "key_log and value_log must not share memory")
+    oracle_checks.refuse("write_kv_logged", arguments, ValueError, "key_log and value_log must not share memory")
 
 
 # ---------------------------------------------------------------- row_windows
@@ -1055,7 +1068,7 @@ def test_logs_that_overlap_with_different_starts():
 def test_logged_rows_carry_their_window(device, op):
     """Rows of skipped tokens, and rows that are not logged, keep their number."""
     arguments = sample_inputs(op)[-1]
-    ours = layouts.assert_same_as_oracle(op, arguments, device)
+    ours = oracle_checks.assert_same_as_oracle(op, arguments, device)
     logged = [row for slot, row in zip(samples.SLOTS, samples.LOG_ROWS, strict=True) if slot >= 0 and row >= 0]
     expected = [tensors.WINDOW if row in logged else tensors.EARLIER_WINDOW for row in range(len(ours[-1]))]
     assert ours[-1].tolist() == expected
@@ -1071,7 +1084,7 @@ def test_rows_without_bytes_carry_their_window(device, op, shape):
     else:
         table = torch.zeros(shape.block_size, shape.key_width, dtype=torch.int32) if "page_offsets" in op else None
         arguments = (written[2], written[4], written[8], written[9], table, *marks)
-    ours = layouts.assert_same_as_oracle(op.split()[0], arguments, device)
+    ours = oracle_checks.assert_same_as_oracle(op.split()[0], arguments, device)
     logged = [row for slot, row in zip(samples.SLOTS, samples.LOG_ROWS, strict=True) if slot >= 0 and row >= 0]
     expected = [tensors.WINDOW if row in logged else tensors.EARLIER_WINDOW for row in range(len(ours[-1]))]
     assert len(set(expected)) == 2
@@ -1092,7 +1105,7 @@ def test_a_forward_that_stopped_early(device, reached):
         raw(caches[layer])[1, 1] ^= 0x55
         raw(caches[layer])[2, 3] ^= 0x55
     arguments = (caches, log, int64(0, -1, 5, 11), flags(1, 1, 1, 1), None, int64(tensors.WINDOW), windows)
-    ours = layouts.assert_same_as_oracle("restore_slots", arguments, device)
+    ours = oracle_checks.assert_same_as_oracle("restore_slots", arguments, device)
     assert torch.equal(layouts.memory(ours[0][0])[0], before)
 
 
@@ -1102,7 +1115,7 @@ def test_row_windows_with_a_page_table(device, dtype):
     windows = tensors.row_windows(2, 3)
     windows[0, 1] = windows[1, 2] = tensors.WINDOW
     log = tensors.surrounded_layers([tensors.log_for(cache, 3, seed) for seed, cache in enumerate(pages.value_caches)])
-    layouts.assert_same_as_oracle(
+    oracle_checks.assert_same_as_oracle(
         "restore_slots",
         (
             pages.value_caches,
@@ -1135,7 +1148,7 @@ WRONG_WINDOWS = [
 @pytest.mark.parametrize(("replaced", "sentence"), WRONG_WINDOWS)
 def test_wrong_windows(op, replaced, sentence):
     arguments = with_arguments(op, sample_inputs(op)[-1], **replaced)
-    layouts.refuse(op, arguments, TypeError if "dtype" in sentence else ValueError, sentence)
+    oracle_checks.refuse(op, arguments, TypeError if "dtype" in sentence else ValueError, sentence)
 
 
 def test_row_windows_must_not_be_counters():
@@ -1146,7 +1159,7 @@ def test_row_windows_must_not_be_counters():
         "restore_slots_from_rejected", arguments, counters=windows[:5], window_id=int64(tensors.WINDOW),
         row_windows=windows[4:12].view(2, 4),
     )  # fmt: skip
-    layouts.refuse(
+    oracle_checks.refuse(
         "restore_slots_from_rejected", arguments, ValueError, "counters and row_windows must not share memory$"
     )
 
@@ -1155,14 +1168,16 @@ def test_row_windows_must_not_be_counters():
 def test_row_windows_must_be_contiguous(op):
     arguments = sample_inputs(op)[-1]
     spaced = arguments[-1].repeat_interleave(2, -1)[..., ::2]
-    layouts.refuse(op, with_arguments(op, arguments, row_windows=spaced), ValueError, "row_windows must be contiguous")
+    oracle_checks.refuse(
+        op, with_arguments(op, arguments, row_windows=spaced), ValueError, "row_windows must be contiguous"
+    )
 
 
 def test_row_windows_must_not_hold_the_window_id():
     both = int64(1, 1, 1, 1)
     for op in LOGGING_OPS:
         arguments = with_arguments(op, sample_inputs(op)[-1], row_windows=both, window_id=both[2:3])
-        layouts.refuse(op, arguments, ValueError, "row_windows and window_id must not share memory")
+        oracle_checks.refuse(op, arguments, ValueError, "row_windows and window_id must not share memory")
 
 
 FLOAT_ARGUMENTS = {
@@ -1218,7 +1233,7 @@ def test_adjacent_rows_are_logged_as_single_ones(device, runs):
     value_cache += 1000
     key, value = torch.randn(2, 10, 2, 8)
     one, window, marks = torch.ones(1), int64(7), torch.zeros(10, dtype=torch.int64)
-    layouts.assert_same_as_oracle(
+    oracle_checks.assert_same_as_oracle(
         "write_kv_logged",
         (key, value, key_cache, value_cache, slots, one, one, "auto", rows, key_log, value_log, window, marks),
         device,
@@ -1237,4 +1252,4 @@ def test_adjacent_rows_are_restored_as_single_ones(device, runs, window_of_row, 
     assert log.stride(1) == 1
     for num_rows in (None, 0, 4, 10):
         arguments = (list(caches), log, int64(*runs[0]), flags, None, int64(7), marks, num_rows)
-        layouts.assert_same_as_oracle("restore_slots", arguments, device)
+        oracle_checks.assert_same_as_oracle("restore_slots", arguments, device)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import memory, refuse, same_memory, surrounded, twin
+from oracle_checks import refuse
 from samples import argument_names, ops_of, sample_inputs, with_arguments
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -27,6 +27,7 @@ from nwor_ops import ops
 from nwor_ops.meta import SPECS
 from nwor_ops.meta.check import Array, one_of
 from nwor_ops.testing import oracle
+from nwor_ops.testing.layouts import memory, same_memory, surrounded, twin
 
 
 @dataclass(frozen=True)

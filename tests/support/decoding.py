@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from layouts import random_bytes
 from no_sync import guard
 from transactions import KINDS, Request, make_batch, put_rows
 
 from nwor_ops import DraftCommitManager, num_shadow_blocks
+from nwor_ops.testing.layouts import random_bytes
 from nwor_ops.testing.raw_rows import raw
 
 REQUESTS, DRAFTS, TOKENS = 4, 4, 40

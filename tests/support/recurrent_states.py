@@ -15,10 +15,10 @@ from math import prod
 from typing import Any
 
 import torch
-from layouts import random_bytes
 from torch import Tensor
 
 from nwor_ops import RecurrentCache, RecurrentStates, ops
+from nwor_ops.testing.layouts import random_bytes
 
 CHUNK = 16  # rows that a store folds in the chunk form
 

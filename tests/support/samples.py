@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from layouts import twin
 from samples_accept import accept_samples
 from samples_drafter import drafter_samples
 from samples_recurrent import recurrent_samples
@@ -14,6 +13,7 @@ from samples_staging import staging_samples
 from samples_undo import undo_samples
 
 from nwor_ops.ops import registry
+from nwor_ops.testing.layouts import twin
 
 OPS = tuple(registry.OPS)
 _FAMILIES = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from layouts import surrounded
 from tensors import NUM_LOG_ROWS, flags, int32, int64
 from torch import Tensor
+
+from nwor_ops.testing.layouts import surrounded
 
 
 def outcome_buffers(rows: int = NUM_LOG_ROWS, requests: int = 3) -> tuple[Tensor, ...]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from layouts import surrounded
 from tensors import flags, int32, int64, numbers
 from torch import Tensor
+
+from nwor_ops.testing.layouts import surrounded
 
 POISON = 77
 PADDED = -1

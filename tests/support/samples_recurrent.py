@@ -7,9 +7,10 @@ import random
 from typing import Any, NamedTuple
 
 import torch
-from layouts import random_bytes, surrounded
 from tensors import flags, int32, int64
 from torch import Tensor
+
+from nwor_ops.testing.layouts import random_bytes, surrounded
 
 POISON = 77
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from layouts import Shape
 from shadow_windows import ShadowWindow, make_window
 
 from nwor_ops import ops
+from nwor_ops.testing.layouts import Shape
 
 
 def opened(window: ShadowWindow) -> ShadowWindow:

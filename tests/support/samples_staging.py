@@ -6,7 +6,6 @@ from typing import Any
 
 import samples_undo
 import torch
-from layouts import Pages, Shape, make_amx_pages, make_pages, random_bytes, surrounded
 from tensors import (
     NUM_LOG_ROWS,
     SMALL,
@@ -21,6 +20,7 @@ from tensors import (
 )
 
 from nwor_ops import ops
+from nwor_ops.testing.layouts import Pages, Shape, make_amx_pages, make_pages, random_bytes, surrounded
 
 STAGE_ROWS = (-1, 1, 2, 0, -1, -9)
 

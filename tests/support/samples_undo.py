@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from layouts import Shape, make_amx_pages, make_pages
 from samples_accept import outcome_buffers
 from tensors import (
     LATENT,
@@ -22,6 +21,8 @@ from tensors import (
     surrounded_layers,
 )
 from torch import Tensor
+
+from nwor_ops.testing.layouts import Shape, make_amx_pages, make_pages
 
 SLOTS = (5, -1, 0, 11, 7, -1)  # inside SMALL; two tokens are skipped
 LOG_ROWS = (-1, 1, 2, 0, -1, -1)  # the draft with row 1 has no slot

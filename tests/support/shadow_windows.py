@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from layouts import Shape, make_amx_pages, make_pages, random_bytes, same_memory, surrounded, twin
 from tensors import flags, int32, int64
 from torch import Tensor
 
 from nwor_ops import ops
+from nwor_ops.testing.layouts import Shape, make_amx_pages, make_pages, random_bytes, same_memory, surrounded, twin
 from nwor_ops.testing.oracle import shadow as oracle
 from nwor_ops.testing.raw_rows import raw
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from layouts import Shape, random_bytes, surrounded
 from torch import Tensor
+
+from nwor_ops.testing.layouts import Shape, random_bytes, surrounded
 
 SMALL = Shape(blocks=3, block_size=4, heads=4, key_width=8, value_width=8, layers=2)
 WIDE_VALUES = Shape(blocks=3, block_size=5, heads=2, key_width=16, value_width=24)

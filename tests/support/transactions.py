@@ -12,10 +12,10 @@ from itertools import accumulate
 
 import pytest
 import torch
-from layouts import Shape, amx_offsets, make_amx_pages, make_pages, memory, random_bytes, twin
 from torch import Tensor
 
 from nwor_ops import DraftCommitManager, LayerCache, Plane, Window, num_shadow_blocks
+from nwor_ops.testing.layouts import Shape, amx_offsets, make_amx_pages, make_pages, memory, random_bytes, twin
 from nwor_ops.testing.raw_rows import raw
 from nwor_ops.transaction.in_flight import InFlightManager
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import same_memory, twin
 from transactions import one_thread  # noqa: F401
 
 import nwor_ops
@@ -41,6 +40,7 @@ from nwor_ops.drafter import (
     keys_of_token_counts,
 )
 from nwor_ops.drafter.graphs import tensors_in
+from nwor_ops.testing.layouts import same_memory, twin
 from nwor_ops.transaction.counters import Stats
 
 REFUSALS = (TypeError, ValueError)

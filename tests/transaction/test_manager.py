@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 import torch
-from layouts import Shape, make_pages, memory
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +34,7 @@ from nwor_ops import (
     ops,
     set_current_manager,
 )
+from nwor_ops.testing.layouts import Shape, make_pages, memory
 from nwor_ops.transaction.manager import State
 
 # Prefill, decode with drafts of every outcome, decode without drafts.

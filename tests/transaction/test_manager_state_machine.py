@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from layouts import memory
 from manager_machine import MACHINE_SETTINGS, Engine, StagedEngine
 from state_machines import Counted, run_machine
 from transactions import one_thread  # noqa: F401
 
 import nwor_ops.transaction.manager
 from nwor_ops import ops
+from nwor_ops.testing.layouts import memory
 
 
 @pytest.mark.state_machine

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import memory, twin
 from tensors import numbers
 from transactions import KINDS, one_thread  # noqa: F401
 
 from nwor_ops import KVCacheInterceptor, LayerCache, StagingBuffer, ops
+from nwor_ops.testing.layouts import memory, twin
 
 ROWS, TOKENS = 12, 16
 WRITABLE = tuple(kind for kind in KINDS if kind not in ("amx", "latent"))

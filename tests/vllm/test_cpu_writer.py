@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layouts import amx_offsets, memory, random_bytes
 from tensors import flags, int32, int64, numbers
 
 from nwor_ops import ops
+from nwor_ops.testing.layouts import amx_offsets, memory, random_bytes
 from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction.layers.cpu_pages import layer_cache, learn_pages, verify_pages
 

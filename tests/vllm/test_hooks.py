@@ -30,10 +30,10 @@ class Vanilla:
 
 
 def adding(number: int) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    def wrapper(original: Callable[..., int]) -> Callable[..., int]:
+    def decorator(original: Callable[..., int]) -> Callable[..., int]:
         return lambda *arguments: original(*arguments) + number
 
-    return wrapper
+    return decorator
 
 
 @pytest.fixture

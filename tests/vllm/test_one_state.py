@@ -1517,7 +1517,7 @@ def test_the_setting_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (-1, 32, True, "8", 4.0):
         with pytest.raises(ValueError, match=f"nwor: ring_rows must be 0 to 31, got {rows!r}"):
             NworConfig.load({"nwor": {"ring_rows": rows}}, {})
-    for rows in ("", "-1", "32", "six", "4.0"):
+    for rows in ("", "-1", "32", "six", "4.0", "9" * 5000):
         with pytest.raises(ValueError, match=r"(VLLM_NWOR_RING_ROWS|ring_rows) must be 0 to 31"):
             NworConfig.load({}, {"VLLM_NWOR_RING_ROWS": rows})
     monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)

@@ -164,7 +164,7 @@ def refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
 def patch_runner_module(module: ModuleType, logger: Any) -> None:
     """Patch the V2 runner's module so that it creates our speculator if its engine's configuration asks for it."""
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
         def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
             speculator = _own_speculator(vllm_config, device, req_states, logger)
             return speculator if speculator is not None else original(vllm_config, device, req_states)
@@ -172,7 +172,7 @@ def patch_runner_module(module: ModuleType, logger: Any) -> None:
         return init_speculator
 
     if module.__name__ == RUNNER_MODULE:
-        _patches.put_once(module, "init_speculator", wrapper, V2_HOOKS[0].signature)
+        _patches.put_once(module, "init_speculator", decorator, V2_HOOKS[0].signature)
 
 
 def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any) -> Any:

@@ -24,7 +24,7 @@ _patches = Patches("metrics")
 def patch_loggers_module(module: ModuleType) -> None:
     """Patch vLLM's Prometheus logger so that it also exports our metrics."""
 
-    def wrapper(original: Callable[..., None]) -> Callable[..., None]:
+    def decorator(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             original(self, vllm_config, *args, **kwargs)
             config = NworConfig.load(vllm_config.additional_config)
@@ -34,7 +34,7 @@ def patch_loggers_module(module: ModuleType) -> None:
 
         return __init__
 
-    _patches.put_once(getattr(module, "PrometheusStatLogger", None), "__init__", wrapper)
+    _patches.put_once(getattr(module, "PrometheusStatLogger", None), "__init__", decorator)
 
 
 @functools.cache

@@ -100,7 +100,7 @@ def patch_scheduler_module(module: ModuleType) -> None:
     """Patch vLLM's scheduler so that each new one receives totals, if its engine has remote workers and publishes
     metrics."""
 
-    def wrapper(original: Callable[..., None]) -> Callable[..., None]:
+    def decorator(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             config = NworConfig.load(self.vllm_config.additional_config)
@@ -111,4 +111,4 @@ def patch_scheduler_module(module: ModuleType) -> None:
 
         return __init__
 
-    _patches.put_once(getattr(module, "Scheduler", None), "__init__", wrapper)
+    _patches.put_once(getattr(module, "Scheduler", None), "__init__", decorator)

@@ -343,7 +343,7 @@ def watch_cuda_kernels() -> bool:
 def _watching(call_of: Callable[[Mapping[str, Any]], LayerCall]) -> Callable[..., Callable[..., Any]]:
     """Return a patch of a kernel that vLLM calls by keyword. Calls without drafts are not watched."""
 
-    def wrapper(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def decorator(compute: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **arguments: Any) -> Any:
             audit = _audits.get(arguments["A_log"].data_ptr()) if "A_log" in arguments else None
             if audit is None or arguments.get("num_accepted_tokens") is None:
@@ -352,7 +352,7 @@ def _watching(call_of: Callable[[Mapping[str, Any]], LayerCall]) -> Callable[...
 
         return watched
 
-    return wrapper
+    return decorator
 
 
 def _watching_norm(compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -239,7 +239,7 @@ def add_records(model: Any) -> None:
     the shape and dtype of the state.
     """
 
-    def wrapper(given: Callable[..., Any] | None) -> Any:
+    def decorator(given: Callable[..., Any] | None) -> Any:
         def get_mamba_specs_from_config(cls: Any, vllm_config: Any) -> tuple[Any, ...]:
             from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -256,7 +256,7 @@ def add_records(model: Any) -> None:
 
         return classmethod(get_mamba_specs_from_config)
 
-    _patches.put_once(model, "get_mamba_specs_from_config", wrapper, may_be_missing=True)
+    _patches.put_once(model, "get_mamba_specs_from_config", decorator, may_be_missing=True)
 
 
 def attach(runner: Any, logger: Any, profiling: bool) -> None:
@@ -320,14 +320,14 @@ def _align(runner: Any, groups: list[tuple[GroupLayers, Tensor]], drafts: int, p
     state = runner.model_state
     aligned = AlignedStates(state._mamba_ctx, groups, drafts, patches)
 
-    def wrapper(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+    def decorator(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         def preprocess_state(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
             aligned.look_at(input_batch)
             return preprocess(input_batch, *args, **kwargs)
 
         return preprocess_state
 
-    patches.put(state, "preprocess_state", wrapper)
+    patches.put(state, "preprocess_state", decorator)
     return aligned
 
 
@@ -377,7 +377,7 @@ def audit_alone(runner: Any) -> bool:
         return False
     audit = _engines[runner].start_audit()
 
-    def wrapper(execute: Callable[..., Any]) -> Callable[..., Any]:
+    def decorator(execute: Callable[..., Any]) -> Callable[..., Any]:
         def execute_model(*args: Any, **kwargs: Any) -> Any:
             result = execute(*args, **kwargs)
             audit.forwarded("after the forward")
@@ -385,7 +385,7 @@ def audit_alone(runner: Any) -> bool:
 
         return execute_model
 
-    _engines[runner].patches.put(runner, "execute_model", wrapper)
+    _engines[runner].patches.put(runner, "execute_model", decorator)
     return True
 
 

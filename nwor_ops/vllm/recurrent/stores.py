@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from nwor_ops.vllm.hooks import Patches, Wrapper
+from nwor_ops.vllm.hooks import Decorator, Patches
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import CONNECTOR_HOOKS, has_one_state
 
@@ -43,7 +43,7 @@ def layout_of(vllm_config: Any) -> str:
 
 
 def _wrap_offloading(module: ModuleType) -> None:
-    def wrapper(build: Callable[..., Any]) -> Callable[..., Any]:
+    def decorator(build: Callable[..., Any]) -> Callable[..., Any]:
         def build_offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:
             config, layout = build(vllm_config, kv_cache_config), layout_of(vllm_config)
             if not layout:
@@ -53,11 +53,11 @@ def _wrap_offloading(module: ModuleType) -> None:
 
         return build_offloading_config
 
-    _put(module, "OffloadingConnector", wrapper)
+    _put(module, "OffloadingConnector", decorator)
 
 
 def _wrap_nixl(module: ModuleType) -> None:
-    def wrapper(compute: Callable[..., str]) -> Callable[..., str]:
+    def decorator(compute: Callable[..., str]) -> Callable[..., str]:
         def compute_nixl_compatibility_hash(vllm_config: Any, *args: Any, **kwargs: Any) -> str:
             layout = layout_of(vllm_config)
             found = compute(vllm_config, *args, **kwargs)
@@ -65,11 +65,11 @@ def _wrap_nixl(module: ModuleType) -> None:
 
         return compute_nixl_compatibility_hash
 
-    _put(module, "NixlConnector", wrapper)
+    _put(module, "NixlConnector", decorator)
 
 
 def _wrap_store(module: ModuleType) -> None:
-    def wrapper(initialize: Callable[..., None]) -> Callable[..., None]:
+    def decorator(initialize: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, vllm_config: Any, kv_cache_config: Any) -> None:
             layout = layout_of(vllm_config)
             if layout:
@@ -81,11 +81,11 @@ def _wrap_store(module: ModuleType) -> None:
 
         return __init__
 
-    _put(module, "MooncakeStoreConnector", wrapper)
+    _put(module, "MooncakeStoreConnector", decorator)
 
 
 def _wrap_mooncake(module: ModuleType) -> None:
-    def wrapper(register: Callable[..., None]) -> Callable[..., None]:
+    def decorator(register: Callable[..., None]) -> Callable[..., None]:
         def register_kv_caches(self: Any, kv_caches: Any) -> None:
             register(self, kv_caches)
             layout = layout_of(self.vllm_config)
@@ -94,15 +94,15 @@ def _wrap_mooncake(module: ModuleType) -> None:
 
         return register_kv_caches
 
-    _put(module, "MooncakeConnector", wrapper)
+    _put(module, "MooncakeConnector", decorator)
 
 
-def _put(module: ModuleType, connector: str, wrapper: Wrapper) -> None:
+def _put(module: ModuleType, connector: str, decorator: Decorator) -> None:
     """Patch the function of a connector. Its hook names it."""
     hook = CONNECTOR_HOOKS[connector]
     *classes, name = hook.name.split(".")
     owner = getattr(module, classes[0], None) if classes else module
-    _patches.put_once(owner, name, wrapper, hook.signature)
+    _patches.put_once(owner, name, decorator, hook.signature)
 
 
 # Patches by vLLM module. Each runs once vLLM has imported the module.

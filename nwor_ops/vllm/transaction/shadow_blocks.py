@@ -150,13 +150,13 @@ def check_scheduler(vllm_config: Any) -> None:
 def patch_scheduler_module(module: ModuleType) -> None:
     """Patch vLLM's scheduler: in mode ``"stage"`` it starts with a cache without the shadow pages."""
 
-    def wrapper(original: Callable[..., None]) -> Callable[..., None]:
+    def decorator(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
             original(self, vllm_config, _without_shadow_blocks(vllm_config, kv_cache_config), *args, **kwargs)
 
         return __init__
 
-    _patches.put_once(getattr(module, "Scheduler", None), "__init__", wrapper)
+    _patches.put_once(getattr(module, "Scheduler", None), "__init__", decorator)
 
 
 def _without_shadow_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
@@ -198,7 +198,7 @@ def patch_warmup_module(module: ModuleType, shadow_blocks_of: Callable[[Any], Sh
         shadow_blocks_of: returns the shadow pages of a runner, or None.
     """
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
         def warm_up(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
             shadow = shadow_blocks_of(model_runner)
             if shadow is None:
@@ -213,4 +213,4 @@ def patch_warmup_module(module: ModuleType, shadow_blocks_of: Callable[[Any], Sh
         return warm_up
 
     for name in _WARM_UPS:
-        _patches.put_once(module, name, wrapper)
+        _patches.put_once(module, name, decorator)

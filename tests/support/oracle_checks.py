@@ -1,5 +1,4 @@
-"""Calls that are compared with their oracle, and calls that are refused. The caches are those of
-nwor_ops.testing.layouts."""
+"""Compare a call of an op with its oracle, and check that a call is refused."""
 
 from __future__ import annotations
 
@@ -9,19 +8,7 @@ import pytest
 
 from nwor_ops import ops
 from nwor_ops.testing.against_oracle import compare_with_oracle
-from nwor_ops.testing.layouts import (  # noqa: F401
-    LAYOUTS,
-    Pages,
-    Shape,
-    amx_offsets,
-    make_amx_pages,
-    make_pages,
-    memory,
-    random_bytes,
-    same_memory,
-    surrounded,
-    twin,
-)
+from nwor_ops.testing.layouts import same_memory, twin
 
 
 def assert_same_as_oracle(op: str, arguments: Any, device: str = "cpu") -> Any:
