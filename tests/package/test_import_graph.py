@@ -140,9 +140,7 @@ def source_tree(folder: pathlib.Path, **files: str) -> SourceTree:
 )
 def test_an_import_of_a_lost_name_is_found(tmp_path: pathlib.Path, line: str, unknown: str | None) -> None:
     found = source_tree(tmp_path, b="f = 1\ntry:\n    import g\nexcept ImportError:\n    def h(): lost = 1")
-    assert found.unknown_imports(next(iter(tree(tmp_path, {"test.py": line}).glob("test.py")))) == (
-        [unknown] if unknown else []
-    )
+    assert found.unknown_imports(tree(tmp_path, {"test.py": line}) / "test.py") == ([unknown] if unknown else [])
 
 
 @pytest.mark.parametrize(

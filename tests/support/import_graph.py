@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import os
 import pathlib
 import re
@@ -93,8 +94,12 @@ class SourceTree:
             ]
         return [f"{file}, line {line}: {name}" for file, line, name in uses if re.search(r"\._(?!_\w+__$)[^.]*$", name)]
 
-    def bound_names(self, module: str) -> set[str]:
-        """Return the names that `module` binds anywhere outside of its functions and classes, and its submodules."""
+    @functools.cached_property
+    def bound_names(self) -> dict[str, set[str]]:
+        """The names that each module binds outside of its functions and classes, and its submodules."""
+        return {module: self._bound_names(module) for module in self.paths}
+
+    def _bound_names(self, module: str) -> set[str]:
         names = {other.rpartition(".")[2] for other in self.paths if other.rpartition(".")[0] == module}
         rest: list[ast.AST] = [self.trees[module]]
         while rest:
@@ -110,7 +115,7 @@ class SourceTree:
         return names
 
     def unknown_imports(self, path: pathlib.Path) -> list[str]:
-        """Return the imports in the file `path` from modules of this tree that do not exist or do not bind the name."""
+        """Return the absolute imports in a file that name a lost module of this tree, or a name that it lacks."""
         tops = {module.split(".")[0] for module in self.paths}
         found = []
         for node, _ in import_statements(ast.parse(path.read_text())):
@@ -120,7 +125,7 @@ class SourceTree:
                     continue
                 if module not in self.paths:
                     found.append(f"{path.name}, line {node.lineno}: {module}")
-                elif isinstance(node, ast.ImportFrom) and alias.name not in self.bound_names(module) | {"*"}:
+                elif isinstance(node, ast.ImportFrom) and alias.name not in self.bound_names[module] | {"*"}:
                     found.append(f"{path.name}, line {node.lineno}: {module}.{alias.name}")
         return found
 

@@ -38,9 +38,9 @@ def remember_dtypes() -> None:
 
 @functools.cache
 def leave_out_overflow_checks() -> None:
-    """Let the interpreter not compute whether an integer overflows.
+    """Switch off the interpreter's checks for integer overflow.
 
-    Without ``debug`` it ignores the result, and so do compiled kernels. It took some 15 % of the time of these scripts.
+    Without ``debug`` it ignores their result. They took some 15 % of the time of these scripts.
     """
     from triton.runtime import interpreter
 
