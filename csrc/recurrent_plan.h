@@ -75,6 +75,21 @@ struct RecurrentCursors {
     NWOR_HOST_DEVICE void clear(int64_t slot) const { set(slot, (*this)[slot].cleared()); }
 };
 
+// The problem of a slot's cursor whose window has up to `window_rows` rows and whose ring has `all_rows`.
+NWOR_HOST_DEVICE inline Found problem_of_cursor(const RecurrentCursors& cursors, int64_t slot,
+                                                int64_t window_rows, int64_t all_rows) {
+    const RecurrentCursor cursor = cursors[slot];
+    if (cursor.rows < 0 || cursor.rows > window_rows) return {kCursorRows, slot, cursor.rows, window_rows};
+    const int64_t most_earlier = all_rows - cursor.rows;
+    if (cursor.earlier < 0 || cursor.earlier > most_earlier)
+        return {kCursorRows, slot, cursor.earlier, most_earlier};
+    if (!cursors.of_ring() && cursor.first != 0 && cursor.first != 1)
+        return {kCursorHalf, slot, cursor.first, 1};
+    if (cursors.of_ring() && (cursor.first < 0 || cursor.first >= all_rows))
+        return {kCursorRing, slot, cursor.first, all_rows};
+    return {};
+}
+
 inline RecurrentPlan recurrent_plan_view(const Argument& a, int64_t length) {
     a.dtype(ScalarType::Int);
     if (a.tensor.dim() != 2 || a.tensor.size(0) < length || a.tensor.size(1) != 4)
@@ -215,16 +230,10 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
     const int32_t pending = cursor.rows;
     const int64_t all_rows = a.ring_rows + a.record_rows;  // of a ring
     const bool opens = a.is_window == nullptr || a.is_window[q];
-    if (pending < 0 || pending > a.record_rows)
-        step.found = {kCursorRows, slot, pending, a.record_rows};
-    else if (cursor.earlier < 0 || cursor.earlier > all_rows - pending)
-        step.found = {kCursorRows, slot, cursor.earlier, all_rows - pending};
-    else if (a.chunk > 0 && pending > 0 && cursor.earlier >= a.chunk)
+    step.found = problem_of_cursor(a.cursors, slot, a.record_rows, all_rows);
+    if (step.found) return step;
+    if (a.chunk > 0 && pending > 0 && cursor.earlier >= a.chunk)
         step.found = {kCursorRows, slot, cursor.earlier, a.chunk - 1};
-    else if (a.ring_rows == 0 && cursor.first != 0 && cursor.first != 1)
-        step.found = {kCursorHalf, slot, cursor.first, 1};
-    else if (a.ring_rows > 0 && (cursor.first < 0 || cursor.first >= all_rows))
-        step.found = {kCursorRing, slot, cursor.first, all_rows};
     else if (opens && end - begin > a.record_rows)
         step.found = {kWindowPastRecord, q, end - begin, a.record_rows};
     else if (opens && pending > 0 && (a.num_kept[q] < 1 || a.num_kept[q] > pending))
@@ -285,20 +294,12 @@ NWOR_HOST_DEVICE inline RecurrentFoldStep fold_step_of(const Arguments& a, int64
     step.found = fold.found;
     if (fold.found || fold.source <= 0 || fold.target <= 0) return step;
     const RecurrentCursor cursor = a.cursors[fold.source];
-    const int32_t pending = cursor.rows, first = cursor.first;
-    if (pending < 0 || pending > kMostRecordRows)
-        step.found = {kCursorRows, fold.source, pending, kMostRecordRows};
-    else if (cursor.earlier < 0 || cursor.earlier > kMostRecordRows - pending)
-        step.found = {kCursorRows, fold.source, cursor.earlier, kMostRecordRows - pending};
-    else if (!a.cursors.of_ring() && first != 0 && first != 1)
-        step.found = {kCursorHalf, fold.source, first, 1};
-    else if (a.cursors.of_ring() && (first < 0 || first >= kMostRecordRows))
-        step.found = {kCursorRing, fold.source, first, kMostRecordRows};
+    step.found = problem_of_cursor(a.cursors, fold.source, kMostRecordRows, kMostRecordRows);
     if (step.found) return step;
-    const int32_t rows = cursor.earlier + static_cast<int32_t>(most(least(fold.num_rows, pending), 0));
+    const int32_t rows = cursor.earlier + static_cast<int32_t>(most(least(fold.num_rows, cursor.rows), 0));
     step.source = static_cast<int32_t>(fold.source);
     step.target = static_cast<int32_t>(fold.target);
-    if (rows > 0 || step.source != step.target) step.entry = {step.source, rows, first, step.target};
+    if (rows > 0 || step.source != step.target) step.entry = {step.source, rows, cursor.first, step.target};
     if (step.source != step.target && !a.keep_source) step.cleared_source = step.source;
     return step;
 }
@@ -387,9 +388,9 @@ struct RecurrentBlockFoldArguments : RecurrentFoldPlan {
         } else {
             const int64_t computed = num_computed_tokens[row], first = computed - rows + 1;
             if (computed <= 0) return {};
-            const int64_t blocks = quotient(computed, block_size), full = blocks * block_size;
-            if (blocks == 0 || full < first) return {};
-            target = blocks - 1;
+            const int64_t full_blocks = quotient(computed, block_size), full = full_blocks * block_size;
+            if (full_blocks == 0 || full < first) return {};
+            target = full_blocks - 1;
             rows = full - first + 1;
         }
         const StateBlocks& table = tables[group];
