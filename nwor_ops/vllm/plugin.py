@@ -9,6 +9,7 @@ installs an import hook instead, which patches these modules after their first i
   (:mod:`nwor_ops.vllm.recurrent.plugin`). ``profile_run`` reserves the memory of the undo log.
 - The V2 runner's module, in addition: ``init_speculator`` (:mod:`nwor_ops.vllm.drafter.plugin`).
 - The scheduler's module, for mode ``"stage"`` (:mod:`nwor_ops.vllm.transaction.shadow_blocks`) and the metrics.
+- The GPU worker, which tells the transaction that it goes to sleep.
 - The V2 runner's warm-up, for mode ``"stage"`` and the audit.
 - vLLM's metrics loggers, for the metrics.
 - The engine core, which asks its workers for their features (:mod:`nwor_ops.vllm.presence`).
@@ -125,6 +126,7 @@ def _module_patches() -> dict[str, Callable[[ModuleType], None]]:
         **dict.fromkeys(RUNNERS, _patch_runner_module),
         "vllm.v1.core.sched.scheduler": _patch_scheduler_module,
         "vllm.v1.worker.gpu.warmup": _patch_warmup_module,
+        "vllm.v1.worker.gpu_worker": _patch_worker_module,
         "vllm.v1.metrics.loggers": metrics.patch_loggers_module,
         "vllm.v1.engine.core": presence.patch_core_module,
         **stores.PATCHES,
@@ -184,6 +186,19 @@ def _patch_warmup_module(module: ModuleType) -> None:
 
     shadow_blocks.patch_warmup_module(module, shadow_blocks_of)
     _patches.put_once(module, "warmup_kernels", telling)
+
+
+def _patch_worker_module(module: ModuleType) -> None:
+    def telling(sleep: Callable[..., Any]) -> Callable[..., Any]:
+        def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            session = _sessions.get(self.model_runner)
+            if session is not None:
+                session.go_to_sleep()
+            return sleep(self, *args, **kwargs)
+
+        return patched
+
+    _patches.put_once(module.Worker, "sleep", telling)
 
 
 def _patch_runner_module(module: ModuleType) -> None:

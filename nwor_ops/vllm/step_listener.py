@@ -89,3 +89,7 @@ class StepListener:
 
     def settled(self, deferred: Deferred, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """The outcome of a deferred window is known. The other arguments are those of :meth:`commit`."""
+
+    def sleeping(self) -> None:
+        """The engine goes to sleep: vLLM is about to release the memory of its device. No other thread of the listener
+        may read that memory after this call, until the next step."""

@@ -19,7 +19,6 @@ class CountedSession:
         self.listeners: list[StepListener] = []
         self.begun = 0
         self.manager = SimpleNamespace(
-            buffers=SimpleNamespace(counters=self.counters),
             stats=lambda counters: Stats.read(counters, cancelled=0, abandoned=0),
         )
 

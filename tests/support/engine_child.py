@@ -46,6 +46,7 @@ from engine_ranks import counters, second_node, serve_ranks
 from prefill_engine import PrefillEngine, transfer_of
 
 from nwor_ops.testing.ports import free_port
+from nwor_ops.vllm.metrics.transport import PERIOD
 
 MOST_STEPS = 4000
 MOST_RESETS = 200
@@ -116,6 +117,7 @@ def _run_alone(
     for number in range(job["rounds"]):
         if number and job["sleep"]:
             llm.sleep(level=1)
+            time.sleep(3 * PERIOD)  # the thread of the metrics must not read memory that vLLM has released
             llm.wake_up()
         if number and job["drop_prefix_cache"]:
             drop_prefix_cache(llm)

@@ -213,6 +213,7 @@ PATCHED_MODULES = [
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.worker.gpu.warmup",
+    "vllm.v1.worker.gpu_worker",
     "vllm.v1.metrics.loggers",
     "vllm.v1.engine.core",
     "vllm.v1.spec_decode.llm_base_proposer",

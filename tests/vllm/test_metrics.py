@@ -703,18 +703,46 @@ def test_a_step_that_begins_while_the_last_one_is_fetched_is_left_out(
 
         def to(self, *_: Any, **__: Any) -> Any:
             session.begun += 1
-            session.counters[1] += 4
-            return session.counters.clone()
+            counters[1] += 4
+            return counters.clone()
 
-    publisher._counters = Counters()
+    counters, session.counters = session.counters, Counters()  # type: ignore[assignment]
     publisher.publish()
     assert _read(publisher).counts["drafted"] == 4
-    publisher._counters = session.counters
+    session.counters = counters
     session.counters[2] += 4
     session.counters[0] += 1
     session.listeners[0].ended()
     publisher.publish()
     assert (_read(publisher).counts["drafted"], _read(publisher).counts["accepted"]) == (12, 8)
+
+
+def test_an_engine_falls_asleep_after_the_fetch_in_progress(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM then releases the memory of the counters, which the publisher's thread is reading."""
+    session = CountedSession()
+    publisher = _publisher(session)
+    for _ in range(2):  # the second step is not copied
+        session.step(1, 4, 2, 2, 0)
+    monkeypatch.setattr(transport, "PERIOD", 0)
+    counters, reading, released = session.counters, threading.Event(), threading.Event()
+
+    class Counters:
+        is_cuda = False
+
+        def to(self, *_: Any, **__: Any) -> Any:
+            reading.set()
+            assert not released.wait(0.3)
+            return counters.clone()
+
+    session.counters = Counters()  # type: ignore[assignment]
+    thread = threading.Thread(target=publisher.publish)
+    thread.start()
+    assert reading.wait(60)
+    publisher.sleeping()
+    released.set()
+    thread.join()
+    assert not publisher.errors.counts
+    assert _read(publisher).counts["windows"] == 2
 
 
 def test_publisher_tells_reasons_apart(folder: Path) -> None:
@@ -757,7 +785,7 @@ def test_nothing_that_a_publisher_does_stops_a_step(
     while _read(publisher).counts["drafted"] != 8 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert _read(publisher).errors == publisher.errors.counts
-    monkeypatch.setattr(publisher, "_counters", None)
+    monkeypatch.setattr(session, "counters", None)
     publisher.stop()
     assert publisher.errors.counts["copying counters failed"] == 2
     said = [record.getMessage().split(":")[1].strip() for record in caplog.records if record.levelname == "ERROR"]

@@ -94,6 +94,11 @@ class Failing(StepListener):
         fails()
 
 
+class Sleepless(StepListener):
+    def sleeping(self) -> None:
+        fails()
+
+
 class Listened:
     """A session with a window of two written drafts, and the events that its listeners received."""
 
@@ -108,7 +113,8 @@ class Listened:
             shadow_blocks=None, logger=logging.getLogger("test"), windows=windows,
         )  # fmt: skip
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-        self.session.begin(Step(Window(starts, counts, slots, 2), lambda: ([0, 3], [2])))
+        self.window = Window(starts, counts, slots, 2)
+        self.session.begin(Step(self.window, lambda: ([0, 3], [2])))
         self.session.write("layer", KEYS, KEYS, self.cache, slots["0"])
         listener = Hearing()
         self.session.subscribe(listener)
@@ -410,3 +416,26 @@ def test_a_session_without_a_transaction() -> None:
     session.skip()
     session.close_interrupted()
     assert session.manager is None
+
+
+def test_counters_of_a_sleeping_engine_are_those_of_before() -> None:
+    """vLLM releases the memory of the device's counters when the engine goes to sleep."""
+    step = Listened()
+    session = step.session
+    assert session.manager is not None
+    session.close_interrupted()
+    before, counters = session.stats(), session.manager.buffers.counters
+    session.go_to_sleep()
+    counters.fill_(99)  # released
+    assert session.stats() == before
+    counters.zero_()
+    session.begin(Step(step.window, lambda: ([0, 3], [2])))
+    assert session.counters is counters
+
+
+def test_listeners_hear_that_the_engine_goes_to_sleep() -> None:
+    """A failing listener does not keep it awake."""
+    step = Listened()
+    step.session.subscribe(Sleepless())
+    step.session.go_to_sleep()
+    assert step.session.errors.counts == {"copying counters failed": 1}

@@ -159,8 +159,7 @@ class SessionPublisher(Publisher, StepListener):
     def __init__(
         self, session: Session, file: CounterFile, logger: Any, warming_up: Callable[[], bool] = lambda: False
     ) -> None:
-        assert session.manager is not None
-        counters = self._counters = session.manager.buffers.counters
+        counters = session.counters
         self._host = torch.zeros(counters.shape, dtype=counters.dtype, pin_memory=counters.is_cuda)
         self._warm_up = torch.zeros_like(self._host, pin_memory=counters.is_cuda)  # counts of the warm-up
         self._fetched = self._host.clone()
@@ -186,19 +185,21 @@ class SessionPublisher(Publisher, StepListener):
         fetches the counts of the last step.
         """
         session = self._owner()
-        self._ended = session.begun if session is not None else 0
+        if session is None:
+            return
+        self._ended, counters = session.begun, session.counters
         if self._warming_up is not None:
             if self._warming_up():
-                self._warm_up.copy_(self._counters, non_blocking=True)
+                self._warm_up.copy_(counters, non_blocking=True)
                 return
             self._warming_up = None
         now = time.monotonic()
         self._stale = now - self._copied < transport.PERIOD / 2
         if not self._stale:
             self._copied = now
-            self._host.copy_(self._counters, non_blocking=True)
-            if self._counters.is_cuda:
-                self._stream = torch.cuda.current_stream(self._counters.device)
+            self._host.copy_(counters, non_blocking=True)
+            if counters.is_cuda:
+                self._stream = torch.cuda.current_stream(counters.device)
 
     def latest(self, owner: Session) -> Totals:
         """Return the device's counts as of the last copy that arrived."""
@@ -221,14 +222,19 @@ class SessionPublisher(Publisher, StepListener):
         ended = self._ended
         if session.begun == ended and (self._stream is None or self._stream.query()):
             self._stale = False
-            counters = self._counters.to("cpu", copy=True)
+            counters = session.counters.to("cpu", copy=True)
             if session.begun == ended:
                 self._fetched = counters
             else:  # a step that began meanwhile may have counted its drafts, but not their outcome
                 self._stale = True
 
     def now(self, owner: Session) -> Totals:
-        return self._totals(owner, self._counters.cpu())
+        return self._totals(owner, owner.counters.cpu())
+
+    def sleeping(self) -> None:
+        """Wait until the thread has finished a fetch. Later ones get the session's copy on the host."""
+        with self._lock:
+            pass
 
     def stop(self) -> None:
         """Publish one last time, with exact totals. Synchronizes with the device. Never raises."""
@@ -237,7 +243,7 @@ class SessionPublisher(Publisher, StepListener):
             session.unsubscribe(self)
             self._stale = False
             with self.errors.survived("copying counters failed"):
-                self._fetched = self._counters.to("cpu", copy=True)
+                self._fetched = session.counters.to("cpu", copy=True)
         super().stop()
 
     def _totals(self, session: Session, counters: Tensor) -> Totals:

@@ -105,6 +105,7 @@ class Session:
         self.begun = 0  # number of windows, counted on the host before the device counts them
         self.loads = True  # whether a connector loads rows for the current step within that step
         self._pages_stay = False  # whether shadow pages may hold rows for the next window
+        self._slept: tuple[int, Tensor] | None = None  # `begun` and the counters when the engine went to sleep
         self.slot_mappings = slot_mappings
         self.max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
         self.vanilla_steps: Counter[str] = Counter()
@@ -409,9 +410,25 @@ class Session:
         """Whether the window of the current step is still open."""
         return self._step is not None
 
+    def go_to_sleep(self) -> None:
+        """Copy the counters to the host, because vLLM is about to release their memory (``Worker.sleep``)."""
+        with self.errors.survived("copying counters failed"):
+            if self.manager is not None:
+                self._slept = self.begun, self.manager.buffers.counters.to("cpu", copy=True)
+            for listener in self._hearing["sleeping"]:
+                listener.sleeping()
+
+    @property
+    def counters(self) -> Tensor:
+        """The manager's counters. After :meth:`go_to_sleep` and until the next window, their copy on the host."""
+        assert self.manager is not None
+        if self._slept is not None and self._slept[0] == self.begun:
+            return self._slept[1]
+        return self.manager.buffers.counters
+
     def stats(self) -> Stats:
         """Return the totals so far. Synchronizes with the device."""
-        return self.manager.stats() if self.manager is not None else Stats(0, 0, 0, 0, 0, 0, 0)
+        return self.manager.stats(self.counters) if self.manager is not None else Stats(0, 0, 0, 0, 0, 0, 0)
 
     def describe(self) -> str:
         """Return the session's part of the log line ``nwor: active, ...``."""
