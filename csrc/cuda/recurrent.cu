@@ -1,8 +1,8 @@
 // Family recurrent on CUDA: one state per request. Semantics: nwor_ops/ops/recurrent.py.
 //
-// `recurrent_plan.h` plans a step. `recurrent_verify.h` reapplies, stores, runs and records the windows of a
-// layer with one launch. `recurrent_fold.h` reapplies and stores, for several layers. With `chunk` both call
-// the kernels of `recurrent_chunk.cu`, which have other bits.
+// `recurrent_plan_kernels.h` plans a step. `recurrent_verify_kernels.h` reapplies, stores, runs and records
+// the windows of a layer with one launch. `recurrent_fold_kernels.h` reapplies and stores, for several
+// layers. With `chunk` both call the kernels of `recurrent_chunk.cu`, which have other bits.
 //
 // A block owns rows of one head's state of one request, from load to store. The rows are in registers: eight
 // lanes share a row, and a thread has 64 elements of a few rows (`recurrent_rows.h`). A state travels through
@@ -15,9 +15,9 @@
 // Triton 3.8 compiles them. `recurrent_delta_rule.h` says in which order sums are added.
 #include "../recurrent.h"
 #include "launch.h"
-#include "recurrent_fold.h"
-#include "recurrent_plan.h"
-#include "recurrent_verify.h"
+#include "recurrent_fold_kernels.h"
+#include "recurrent_plan_kernels.h"
+#include "recurrent_verify_kernels.h"
 
 namespace nwor {
 
