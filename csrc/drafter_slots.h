@@ -69,6 +69,9 @@ inline SlotArguments check_slot_mappings(
         const std::string name = "block_tables[" + std::to_string(g) + "]";
         const Argument table{op, name.c_str(), block_tables[g]};
         check_not_negative(op, "block_sizes", block_sizes[g]);
+        if (cp_size > 1 && !cp_sharded.has_value() && block_sizes[g] % cp_interleave != 0)
+            fail(op, "block_sizes[", g, "] must be a multiple of cp_interleave (", cp_interleave,
+                 ") with cp_size > 1, got ", block_sizes[g]);
         a.tables[g] = block_table_view(table, 0, block_sizes[g]);
         table.same_device(idx_mapping);
         sm.same_device(idx_mapping);
@@ -85,9 +88,18 @@ inline SlotArguments check_slot_mappings(
 
 // ---------------------------------------------------------------- one row or token
 
+NWOR_HOST_DEVICE inline bool ranks_share(const SlotArguments& a, int64_t group) {
+    return a.cp_size > 1 && (a.cp_sharded == nullptr || a.cp_sharded[group]);
+}
+
+// Return whether a run of tokens of one rank crosses the end of a block. Two tokens would then get one slot.
+NWOR_HOST_DEVICE inline bool blocks_split_runs(const SlotArguments& a, int64_t group) {
+    return ranks_share(a, group) && a.tables[group].block_size % a.cp_interleave != 0;
+}
+
 // Return the position within this rank's share of the sequence, or -1 if another rank holds it.
 NWOR_HOST_DEVICE inline int64_t local_position(const SlotArguments& a, int64_t group, int64_t position) {
-    if (a.cp_size == 1 || position < 0 || (a.cp_sharded != nullptr && !a.cp_sharded[group])) return position;
+    if (position < 0 || !ranks_share(a, group)) return position;
     const int64_t of_all_ranks = a.tables[group].block_size * a.cp_size;
     const int64_t offset = position % of_all_ranks;
     if (offset / a.cp_interleave % a.cp_size != a.cp_rank) return -1;
@@ -96,7 +108,7 @@ NWOR_HOST_DEVICE inline int64_t local_position(const SlotArguments& a, int64_t g
 }
 
 NWOR_HOST_DEVICE inline int64_t slot_of_token(const SlotArguments& a, int64_t group, int64_t token) {
-    if (a.tables[group].block_size == 0) return kPadSlot;
+    if (a.tables[group].block_size == 0 || blocks_split_runs(a, group)) return kPadSlot;
     const int64_t row = row_of_token(a.starts, a.rows.count, token);
     if (row == a.rows.count || token >= a.positions.length) return kPadSlot;
     const int64_t state = a.rows.idx_mapping[row];
@@ -113,6 +125,7 @@ NWOR_HOST_DEVICE inline Found problem_of_row(const SlotArguments& a, int64_t row
     for (int64_t g = 0; g < a.num_groups; ++g) {
         const BlockTable& table = a.tables[g];
         if (table.block_size == 0) continue;
+        if (blocks_split_runs(a, g)) return {kBlocksSplitRuns, g, table.block_size, a.cp_interleave};
         if (state >= table.rows) return {kStateOutside, row, state, table.rows};
         for (int64_t t = a.starts[row]; t < end; ++t)
             if (a.positions[t] < 0 || local_position(a, g, a.positions[t]) >= table.num_positions())

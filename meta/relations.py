@@ -55,6 +55,8 @@ def check_relations(op: str, given: dict[str, Any]) -> None:
     if "row_accepted" in given:
         lengths = given["row_requests"] is not None
         has_dtype(op, "row_accepted", given["row_accepted"], torch.int32 if lengths else torch.bool)
+    if "cp_interleave" in given and "block_sizes" in given:
+        _blocks_hold_whole_runs(op, given)
     if "record_keys" in given:
         _records_fit(op, given)
     if "gate_activation" in given:
@@ -90,6 +92,18 @@ def _cache_has_the_format(op: str, given: dict[str, Any]) -> None:
     for scale in ("k_scale", "v_scale"):
         has_dtype(op, scale, given[scale], torch.float32)
     has_dtype(op, "key_cache", given["key_cache"], torch.uint8, _FORMATS[dtype])
+
+
+def _blocks_hold_whole_runs(op: str, given: dict[str, Any]) -> None:
+    """Check, without ``cp_sharded``, that no run of tokens of one rank crosses the end of a block."""
+    if given["cp_size"] == 1 or given["cp_sharded"] is not None:
+        return
+    for group, size in enumerate(given["block_sizes"]):
+        if size % given["cp_interleave"] != 0:
+            raise ValueError(
+                f"{op}: block_sizes[{group}] must be a multiple of cp_interleave ({given['cp_interleave']}) with "
+                f"cp_size > 1, got {size}"
+            )
 
 
 def _records_fit(op: str, given: dict[str, Any]) -> None:

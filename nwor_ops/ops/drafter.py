@@ -236,12 +236,14 @@ def compute_slot_mappings(
         slot_mappings: int64 ``[groups, capacity]``, last stride 1; **mutated**, every element.
         cp_size: number of ranks that share the cache by context parallelism; 1 means none.
         cp_rank: this rank. Positions that another rank holds get PAD.
-        cp_interleave: number of consecutive tokens on one rank.
+        cp_interleave: number of consecutive tokens on one rank. With ``cp_size`` > 1, it must divide the block size of
+            each group that the ranks share. Otherwise two tokens would get one slot.
         cp_sharded: bool ``[groups]``, contiguous. Whether the ranks share the cache of a group. None means that all
             groups are shared.
 
     Raises:
-        ValueError: as :func:`prepare_prefill_inputs`.
+        ValueError: as :func:`prepare_prefill_inputs`, or ``cp_interleave`` does not divide a block size. With
+            ``cp_sharded``, only the CPU raises the latter, and CUDA gives all tokens of that group PAD.
         TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: an index is >= S, or a position is negative or outside the columns (on the CPU).
 

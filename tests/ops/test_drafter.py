@@ -140,6 +140,37 @@ def test_ranks_of_a_context_share_the_slots_among_them():
             assert of_rank[of_rank >= 0].tolist() == [*range(200, 208)]
 
 
+def test_only_groups_that_ranks_share_need_blocks_of_whole_runs(device):
+    """A group of which each rank has all tokens, a group without slots, and a single rank."""
+    whole = samples.slots(block_sizes=(6, 4, 0), size=2, rank=0, interleave=3, sharded=flags(1, 0, 1))
+    after = run("compute_slot_mappings", whole, device)["slot_mappings"]
+    one_rank = run("compute_slot_mappings", samples.slots(block_sizes=(4, 4)))["slot_mappings"]
+    assert torch.equal(after[1].cpu(), one_rank[1])
+    assert (after[2] == -1).all()
+    alone = run("compute_slot_mappings", samples.slots(size=1, rank=0, interleave=3), device)["slot_mappings"]
+    assert torch.equal(alone.cpu(), one_rank[:1])
+
+
+@pytest.mark.debug_mode
+def test_blocks_that_split_a_run_of_a_rank(device):
+    """Two tokens would get one slot. With `cp_sharded`, CUDA finds it in the kernel, and the tokens get no slots."""
+    arguments = samples.slots(block_sizes=(4, 6), size=2, rank=0, interleave=3, sharded=flags(1, 1))
+    left = named("compute_slot_mappings", bad_input.left_by_the_oracle("compute_slot_mappings", arguments))
+    left["slot_mappings"][0] = -1
+    bad_input.check_bad_data(
+        "compute_slot_mappings", arguments, ValueError,
+        r"block_sizes must be multiples of cp_interleave \(3\) in groups that the ranks share, got 4 in group 0",
+        device, tuple(left.values()),
+    )  # fmt: skip
+    for place in {device, "meta"}:
+        with pytest.raises(
+            ValueError, match=r"block_sizes\[2\] must be a multiple of cp_interleave \(3\) with cp_size > 1, got 4"
+        ):
+            ops.compute_slot_mappings(
+                *layouts.twin(samples.slots(block_sizes=(0, 6, 4), size=2, rank=0, interleave=3), place)
+            )
+
+
 def test_eagle_step_by_hand(device):
     after = run("eagle_step", samples.eagle(), device)
     # rows of 7 columns from 50 on; positions 3, 4, 31 | 32 and 41 are past the end | 0
@@ -755,6 +786,9 @@ BAD_SHAPES = {
         ValueError, "block_tables must hold 1 to 64 tables, got 0"),
     "fewer sizes than tables": ("compute_slot_mappings", with_arguments("compute_slot_mappings", samples.slots(),
         block_sizes=[]), ValueError, "block_sizes must hold one size for each of the 1 tables, got 0"),
+    "blocks that split a run of one rank": ("compute_slot_mappings",
+        samples.slots(block_sizes=(0, 6, 4), size=2, rank=0, interleave=3), ValueError,
+        r"block_sizes\[2\] must be a multiple of cp_interleave \(3\) with cp_size > 1, got 4"),
     "one half of the hidden states": ("update_draft_inputs", with_arguments("update_draft_inputs", samples.update(),
         next_hidden_states=None), ValueError, "must be given together"),
     "hidden states of two widths": ("update_draft_inputs", with_arguments("update_draft_inputs", samples.update(),
