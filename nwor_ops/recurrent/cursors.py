@@ -73,7 +73,7 @@ class Cursors(BoundToMemory):
         """Take back the last pending rows of slots. Slots with an invalid ``num_kept`` stay as they are.
 
         Args:
-            slots: int64 ``[E]``.
+            slots: int64 ``[E]``. Slots above 0 must be distinct.
             num_kept: int32 ``[num_slots]``: tokens of the last window of each slot that stay. **Mutated**: those that
                 stay now.
             tokens: int32 ``[E]``: number of rows to take back.

@@ -435,7 +435,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
 
         Raises:
             RuntimeError: a window is open.
-            ValueError, TypeError: a shape, dtype or device is wrong.
+            ValueError, TypeError: a shape, dtype or device is wrong. On the CPU also ValueError if a slot above 0 is
+                named twice. Nothing has changed then.
             IndexError: on the CPU, a slot does not exist. Nothing has changed then. CUDA skips such a slot.
         """
         self._require(State.CLOSED, "rewind")
@@ -443,6 +444,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         validation.tensor("rewind: tokens", tokens, torch.int32, dims=1, device=self.device)
         if tokens.shape != slots.shape:
             raise ValueError(f"rewind: tokens must be as many as slots, {slots.shape[0]}, got {tokens.shape[0]}")
+        if self.device.type == "cpu" and slots[slots > 0].unique().numel() < int((slots > 0).sum()):
+            raise ValueError(f"rewind: slots must be distinct, got {validation.shown(slots.tolist())}")
         return self.cursors.rewind(self._existing("rewind", slots), self.num_kept, tokens)
 
     def reset(self, slots: Tensor) -> None:

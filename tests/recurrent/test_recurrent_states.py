@@ -1027,6 +1027,21 @@ def test_rewind_takes_back_pending_tokens(ring_rows):
         decoding.states.rewind(decoding.tensor([1]), decoding.tensor([1, 2]))
 
 
+@pytest.mark.parametrize("ring_rows", [0, 6])
+def test_rewind_refuses_a_slot_that_is_named_twice(ring_rows):
+    """Its result would count tokens that it did not take back. Padding may repeat."""
+    decoding = Decoding(("gdn",), max_window=3, ring_rows=ring_rows)
+    decoding.start(1)
+    decoding.window({1: 3}, {1: 3})
+    states = decoding.states
+    before = states.cursors.table.clone(), states.num_kept.clone()
+    with pytest.raises(ValueError, match=r"^rewind: slots must be distinct, got \[1, 0, 1\]$"):
+        states.rewind(decoding.tensor([1, 0, 1]), decoding.tensor([1, 1, 1]))
+    assert torch.equal(states.cursors.table, before[0])
+    assert torch.equal(states.num_kept, before[1])
+    assert states.rewind(decoding.tensor([0, 1, 0, -1, -1]), decoding.tensor([1] * 5)).tolist() == [0, 1, 0, 0, 0]
+
+
 @pytest.mark.parametrize("kept", [-1, 0, 4, 99])
 @pytest.mark.parametrize("ring_rows", [0, 6])
 def test_rewind_leaves_an_invalid_count_as_it_is(ring_rows, kept):
