@@ -147,15 +147,15 @@ class DraftBuffers(BoundToMemory):
         With ``debug=True`` the loop refuses to replay a graph after one of them moved or changed its shape.
 
         Raises:
-            ValueError: the name belongs to another tensor.
-            TypeError: an argument is not a tensor.
+            ValueError: a name belongs to another tensor. Nothing is registered.
+            TypeError: an argument is not a tensor. Nothing is registered.
         """
+        known = self.tensors()
         for name, tensor in tensors.items():
             validation.tensor(f"DraftBuffers.register: {name}", tensor)
-        for name, tensor in tensors.items():
-            if name in self.tensors() and self.tensors()[name] is not tensor:
+            if known.get(name, tensor) is not tensor:
                 raise ValueError(f"DraftBuffers.register: {name} is already registered with another tensor")
-            self.registered[name] = tensor
+        self.registered.update(tensors)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the loop, by name."""

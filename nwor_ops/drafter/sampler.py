@@ -27,7 +27,7 @@ class DraftSampler(BoundToMemory):
         logits_cache: ``[S, K, >= V]``, or None. Receives the logits of every draft, for rejection sampling.
 
     Raises:
-        ValueError: an argument has another shape. Nothing is registered.
+        ValueError: an argument has another shape, or another tensor is registered with its name. Nothing is registered.
         TypeError: an argument has another type, dtype or device. Nothing is registered.
 
     Example:
@@ -60,9 +60,8 @@ class DraftSampler(BoundToMemory):
         rows, device = buffers.max_num_reqs, buffers.device
         self._sampled = torch.zeros(rows, dtype=torch.int64, device=device)
         self._workspace = torch.zeros(2 * rows, dtype=torch.int64, device=device)
-        buffers.register(temperature=temperature, seeds=seeds)
-        if logits_cache is not None:
-            buffers.register(logits_cache=logits_cache)
+        cache = {} if logits_cache is None else {"logits_cache": logits_cache}
+        buffers.register(temperature=temperature, seeds=seeds, **cache)
 
     def __call__(self, key: GraphKey, output: Tensor, positions: Tensor | None = None) -> Tensor:
         """Sample a token for each of ``key.num_reqs`` rows; 0 in padded rows.
