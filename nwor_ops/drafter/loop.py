@@ -87,7 +87,7 @@ class DraftLoop(BoundToMemory):
     Raises:
         ValueError: ``num_drafts``, ``max_len`` or ``vocab_size`` is not positive, or ``draft_tokens`` has fewer than K
             columns.
-        TypeError: an argument has the wrong type, or lacks a method.
+        TypeError: an argument has the wrong type, or lacks a method or property.
 
     Example:
         A model that counts: each token is the previous one plus 1. The first pass has written draft 0, here 5.
@@ -127,6 +127,12 @@ class DraftLoop(BoundToMemory):
             validation.function(f"DraftLoop: {name}", function)
         validation.instance("DraftLoop: buffers", buffers, DraftBuffers, "a DraftBuffers")
         _require_methods("metadata", metadata, "prepare", "build", "update")
+        if not hasattr(metadata, "why_not_in_place"):
+            raise TypeError(
+                f"DraftLoop: metadata must have the property why_not_in_place, got {validation.shown(metadata)}"
+            )
+        why_not = metadata.why_not_in_place
+        validation.instance("DraftLoop: metadata.why_not_in_place", why_not, (str, type(None)), "None or a str")
         if first_pass is not None:
             _require_methods("first_pass", first_pass, "expand", "finish")
         num_drafts = validation.integer("DraftLoop: num_drafts", num_drafts)

@@ -22,7 +22,8 @@ class DraftMetadata(Protocol):
     - Host scalars are upper bounds (``max_len``, ``key.query_len``), because a graph keeps the value of its capture.
     - Padded rows have ``buffers.idx_mapping[row] < 0``. No table is read for them.
 
-    Inherit from this class to get ``prepare`` and ``why_not_in_place``, or implement all four methods.
+    Inherit from this class to get ``prepare`` and the property ``why_not_in_place``. Or implement the three methods and
+    this property.
 
     Example:
         >>> class Metadata(DraftMetadata):

@@ -434,6 +434,43 @@ def test_registered_tensors_are_watched():
         buffers.register(seq_lens=table)
 
 
+def test_a_refused_registration_registers_nothing():
+    buffers = DraftBuffers.allocate(2, 3, "cpu")
+    buffers.register(logits_cache=torch.zeros(2, 3, 9))
+    before = dict(buffers.registered)
+    with pytest.raises(ValueError, match="logits_cache is already registered"):
+        DraftSampler(
+            buffers, torch.zeros(2), torch.zeros(2, dtype=torch.int64), logits_cache=torch.zeros(2, 3, 9)
+        )  # fmt: skip
+    assert buffers.registered == before
+    with pytest.raises(ValueError, match="logits_cache is already registered"):
+        buffers.register(other=torch.zeros(1), logits_cache=torch.zeros(2, 3, 9))
+    assert buffers.registered == before
+    DraftSampler(buffers, torch.ones(2), torch.ones(2, dtype=torch.int64), logits_cache=before["logits_cache"])
+    assert sorted(buffers.registered) == ["logits_cache", "seeds", "temperature"]
+
+
+def test_metadata_says_why_it_is_not_updated_in_place():
+    """A method in place of the property would be true: the loop would silently take a graph per step."""
+
+    class Method(NoMetadata):
+        def why_not_in_place(self):
+            return None
+
+    class Nothing:
+        prepare, build, update = NoMetadata.prepare, NoMetadata.build, NoMetadata.update
+
+    for metadata, message in (
+        (Method(), r"DraftLoop: metadata.why_not_in_place must be None or a str, got <bound method "),
+        (Nothing(), r"DraftLoop: metadata must have the property why_not_in_place, got <"),
+    ):
+        with pytest.raises(TypeError, match=f"^{message}"):
+            DraftLoop(
+                lambda key, metadata: None, lambda key, output: output, DraftBuffers.allocate(2, 3, "cpu"), metadata,
+                num_drafts=3, max_len=9,
+            )  # fmt: skip
+
+
 # ---------------------------------------------------------------- padding
 
 
