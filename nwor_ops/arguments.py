@@ -49,17 +49,28 @@ def _error(name: str, expected: torch._C.JitType, value: Any) -> TypeError | Val
             kind = "nested" if value.is_nested else value.dtype if value.is_quantized else value.layout
             return TypeError(f"{name} must be a dense tensor, got {kind}")
         return None
-    if isinstance(expected, torch._C.IntType) and hasattr(value, "__index__"):
+    if isinstance(expected, torch._C.IntType) and _converts(value, "__index__", int):
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             return ValueError(f"{name} must fit 64 bits, got {value}")
         return None
-    if isinstance(expected, torch._C.FloatType) and hasattr(value, "__float__"):
+    if isinstance(expected, torch._C.FloatType) and _converts(value, "__float__", float):
         return None
     if isinstance(expected, torch._C.BoolType):
         return bool_error(name, value)
     if isinstance(expected, torch._C.StringType) and isinstance(value, str):
         return None
     return TypeError(f"{name} must be {_NUMBERS_AND_TEXT[type(expected)]}, got {_named(value)}")
+
+
+def _converts(value: Any, method: str, number: type[int] | type[float]) -> bool:
+    """Return whether torch takes a value for a number. A tensor of several elements has the method, and is none."""
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        return True
+    try:
+        number(value)
+    except Exception:
+        return False
+    return hasattr(value, method)
 
 
 def _error_in_list(name: str, expected: torch._C.JitType, values: Any) -> TypeError | ValueError | None:

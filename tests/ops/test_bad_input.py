@@ -6,6 +6,7 @@ import pathlib
 import re
 
 import bad_input
+import numpy
 import oracle_checks
 import pytest
 import samples_drafter
@@ -206,7 +207,7 @@ def test_plane_table_takes_only_a_list_of_tensors():
 def test_type_error_is_described_only_if_there_is_one():
     overload = torch.ops.nwor.dcp_local_seq_lens.default
     lens = torch.zeros(1, dtype=torch.int32)
-    for rank in (0, True, torch.tensor(0)):  # the dispatcher accepts them
+    for rank in (0, True, torch.tensor(0), torch.tensor([0.0])):  # the dispatcher accepts them
         assert describe_type_error(overload, (lens, lens.clone(), 4, rank)) is None
     assert describe_type_error(overload, (lens,)) is None
     error = describe_type_error(overload, (lens, lens.clone(), 4, 0.5, None))
@@ -214,6 +215,21 @@ def test_type_error_is_described_only_if_there_is_one():
     assert str(error) == "dcp_local_seq_lens: dcp_rank must be an int, got 0.5, a value of type float"
     error = describe_type_error(overload, (lens.to_sparse(),))
     assert str(error) == "dcp_local_seq_lens: seq_lens must be a dense tensor, got torch.sparse_coo"
+
+
+@pytest.mark.parametrize("value", [torch.tensor([2, 3]), torch.zeros(0), torch.tensor(2j), numpy.array([2, 3])])
+def test_an_array_is_no_number(value):
+    """Tensors and arrays have the methods of numbers, but only those of one element are one."""
+    lens = torch.zeros(1, dtype=torch.int32)
+    got = f"got a value of type {type(value).__name__}$"
+    with pytest.raises(TypeError, match=f"^dcp_local_seq_lens: dcp_size must be an int, {got}"):
+        ops.dcp_local_seq_lens(lens, lens.clone(), value, 0)
+    slots = with_arguments("compute_slot_mappings", samples_drafter.slots(), block_sizes=[value])
+    with pytest.raises(TypeError, match=rf"^compute_slot_mappings: block_sizes\[0\] must be an int, {got}"):
+        ops.compute_slot_mappings(*slots)
+    verify = with_arguments("gated_delta_verify", sample_inputs("gated_delta_verify")[0], softplus_beta=value)
+    with pytest.raises(TypeError, match=f"^gated_delta_verify: softplus_beta must be a float, {got}"):
+        ops.gated_delta_verify(*verify)
 
 
 LAST = 2**63 - 1
