@@ -162,7 +162,7 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
             continue
         if variable in _READ_ELSEWHERE:
             if value not in ("0", "1", "false", "true"):
-                raise ValueError(f"nwor: {variable} must be 0 or 1, got {value!r}")
+                raise ValueError(f"nwor: {variable} must be 0, 1, false or true, got {value!r}")
             continue
         if variable not in names:
             known = ", ".join([SWITCH, *names, *_READ_ELSEWHERE])
@@ -195,8 +195,11 @@ def switched_off(environment: Mapping[str, str] | None = None) -> bool:
 
     Raises:
         ValueError: the variable is neither ``on`` nor ``off``.
+        TypeError: the variable is not a string.
     """
     value = (os.environ if environment is None else environment).get(SWITCH, "on")
+    if not isinstance(value, str):
+        raise TypeError(f"nwor: environment must map strings to strings, got {SWITCH!r}: {value!r}")
     if value.lower() not in ("on", "off"):
         raise ValueError(f"nwor: {SWITCH} must be on or off, got {value!r}")
     return value.lower() == "off"
