@@ -414,9 +414,9 @@ class KVCacheInterceptor(BoundToMemory):
 
     A window is staged if the mode says so, warm-up is over, and the buffer accepts it. Call :meth:`finish_warm_up`
     after profiling and capture, since these runs must not open windows. If there is an error before the first layer is
-    staged (too many rows, an invalid dtype), the window is written directly and counted as a fallback. A later error
-    propagates, because earlier layers have staged their rows, and attention has read them. :meth:`cancel` then closes
-    the window.
+    staged (too many rows, an invalid dtype), the window is written directly, and ``refused_windows`` counts it. A later
+    error propagates, because earlier layers have staged their rows, and attention has read them. :meth:`cancel` then
+    closes the window.
 
     The decision is made in Python, so it suits engines whose write site runs in Python. Compiled code and CUDA graphs
     should call :meth:`StagingBuffer.stage` directly.
