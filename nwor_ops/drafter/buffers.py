@@ -195,7 +195,7 @@ class DraftBuffers(BoundToMemory):
                 rows = f"the padded rows [{num_reqs}, {padded})"
                 raise RuntimeError(f"DraftBuffers: {name} must be {value} in {rows}, got {tail.tolist()}")
 
-    def stage(self, key: GraphKey) -> None:
+    def fill_for_warm_up(self, key: GraphKey) -> None:
         """Fill the buffers for a warm-up: ``key.num_reqs`` rows of ``key.query_len`` tokens, all of them padded.
 
         Lengths and starts are those of real rows, so that kernels do their work. Every index is -1, so no key is
@@ -204,7 +204,7 @@ class DraftBuffers(BoundToMemory):
         Raises:
             ValueError, TypeError: the key is not a GraphKey, or has more rows than the buffers.
         """
-        self._check_key("DraftBuffers.stage", key)
+        self._check_key("DraftBuffers.fill_for_warm_up", key)
         rows, length = key.num_reqs, key.query_len
         self.idx_mapping.fill_(-1)
         self.input_ids.zero_()

@@ -567,7 +567,7 @@ class DraftLoop(BoundToMemory):
         body = bodies[first, mode]
 
         def built() -> Any:
-            self.buffers.stage(key)
+            self.buffers.fill_for_warm_up(key)
             self.buffers.current_draft_step.fill_(0 if first else 1)
             return self.metadata.build(key, 0, 0 if first else 1, capturing=True)
 

@@ -22,7 +22,7 @@ CHUNK, MOST_CHUNK_WINDOW, CHUNK_WIDTH = 16, 8, 128  # of the kernels of the chun
 class RecurrentCache(BoundToMemory):
     """States and records of one layer, with one slot per request.
 
-    Use :meth:`new` to allocate everything, or :meth:`beside` to add records to existing states. Or pass all five
+    Use :meth:`new` to allocate everything, or :meth:`for_state` to add records to existing states. Or pass all five
     tensors, which may be views of an engine's pages: any stride between slots, contiguous within a slot. Slot 0 is
     padding.
 
@@ -108,7 +108,7 @@ class RecurrentCache(BoundToMemory):
         return cls._with(torch.zeros(shape, dtype=state_dtype, device=found), *record, chunk)
 
     @classmethod
-    def beside(
+    def for_state(
         cls,
         state: Tensor,
         *,
@@ -128,8 +128,8 @@ class RecurrentCache(BoundToMemory):
         Raises:
             ValueError, TypeError: as :meth:`new`.
         """
-        validation.tensor("RecurrentCache.beside: state", state, *_STATE_DTYPES, dims=4)
-        where = "RecurrentCache.beside"
+        validation.tensor("RecurrentCache.for_state: state", state, *_STATE_DTYPES, dims=4)
+        where = "RecurrentCache.for_state"
         record = cls._record_of(where, max_window, num_key_heads, dtype, per_channel, ring_rows)
         return cls._with(state, *record, chunk)
 

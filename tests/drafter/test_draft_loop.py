@@ -351,7 +351,7 @@ def test_memory_never_moves():
         for mode in MODES:
             body(drafter, batch, mode, 8)
         for key in (GraphKey(8), GraphKey(8, 5)):
-            buffers.stage(key)
+            buffers.fill_for_warm_up(key)
             places.append(places_of(metadata.build(key, 3, 1), "metadata", cpu))
     assert places_of(buffers.tensors(), "buffers", cpu) == before
     assert places[0::2] == places[:1] * 3
@@ -498,7 +498,7 @@ def test_rows_that_are_not_inert_are_found():
     loop = thin_loop()[0]
     loop.debug = True
     buffers = loop.buffers
-    buffers.stage(GraphKey(3))
+    buffers.fill_for_warm_up(GraphKey(3))
     for name in ("idx_mapping", "query_start_loc", "input_ids", "positions", "seq_lens"):
         buffers.pad_rows(2, 3)
         getattr(buffers, name)[2] = 5
@@ -507,17 +507,17 @@ def test_rows_that_are_not_inert_are_found():
     loop.run(2, "eager", key=GraphKey(3))
 
 
-def test_stage_is_a_whole_batch_of_padded_rows():
+def test_a_warm_up_is_a_whole_batch_of_padded_rows():
     """34880-7: a second capture writes new token counts, lengths and starts in place."""
     buffers = DraftBuffers.allocate(6, 3, "cpu", max_num_tokens=30)
     places = places_of(buffers.tensors(), "buffers", torch.device("cpu"))
     for tensor in buffers.tensors().values():
         tensor.fill_(77)
-    buffers.stage(GraphKey(4, 5))
+    buffers.fill_for_warm_up(GraphKey(4, 5))
     assert buffers.query_start_loc.tolist() == [0, 5, 10, 15, 20, 20, 20]
     assert buffers.seq_lens.tolist() == [5, 5, 5, 5, 0, 0]
     assert buffers.positions.tolist() == [0, 1, 2, 3, 4] * 4 + [0] * 10
-    buffers.stage(GraphKey(2))
+    buffers.fill_for_warm_up(GraphKey(2))
     assert buffers.query_start_loc.tolist() == [0, 1, 2, 2, 2, 2, 2]
     assert buffers.seq_lens.tolist() == [1, 1, 0, 0, 0, 0]
     assert not buffers.positions.any()
@@ -687,7 +687,7 @@ def test_bad_arguments():
         (lambda: sampler(None, torch.zeros(2, 9)), "DraftSampler: key must be a GraphKey, got None"),
         (lambda: sampler(GraphKey(2), torch.zeros(2, 9), 3), "DraftSampler: positions must be a tensor, got 3"),
         (lambda: DispatchTable().smallest("2"), "DispatchTable: num_reqs must be an integer, got '2'"),
-        (lambda: buffers.stage(2), "DraftBuffers.stage: key must be a GraphKey, got 2"),
+        (lambda: buffers.fill_for_warm_up(2), "DraftBuffers.fill_for_warm_up: key must be a GraphKey, got 2"),
         (lambda: buffers.pad_rows(1.5, 2), "DraftBuffers: num_reqs must be an integer, got 1.5"),
     ):
         with pytest.raises(TypeError, match=f"^{message}$"):
@@ -703,7 +703,10 @@ def test_bad_arguments():
         (lambda: buffers.pad_rows(3, 2), "DraftBuffers: padded must be at least 3, got 2"),
         (lambda: buffers.pad_rows(2, 5), "DraftBuffers: padded must be at most 4, got 5"),
         (lambda: buffers.require_inert(2, 5), "DraftBuffers: padded must be at most 4, got 5"),
-        (lambda: buffers.stage(GraphKey(5)), "DraftBuffers.stage: key must have at most 4 requests, the rows "),
+        (
+            lambda: buffers.fill_for_warm_up(GraphKey(5)),
+            "DraftBuffers.fill_for_warm_up: key must have at most 4 requests, the rows ",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             run()

@@ -857,9 +857,9 @@ CACHES = [
      "RecurrentCache.new: ring_rows must be at least the 3 rows of a window, and with them at most 32, got 2"),
     (lambda: new_cache(num_key_heads=3), ValueError, "RecurrentCache: state must have a multiple of the 3 key heads"),
     (lambda: new_cache(per_channel=1), TypeError, "RecurrentCache.new: per_channel must be True or False"),
-    (lambda: RecurrentCache.beside(torch.zeros(4, 64, 64), max_window=2, num_key_heads=1), ValueError,
-     "RecurrentCache.beside: state must have 4 dimensions"),
-    (lambda: RecurrentCache.beside(torch.zeros(0, 2, 64, 64), max_window=2, num_key_heads=1), ValueError,
+    (lambda: RecurrentCache.for_state(torch.zeros(4, 64, 64), max_window=2, num_key_heads=1), ValueError,
+     "RecurrentCache.for_state: state must have 4 dimensions"),
+    (lambda: RecurrentCache.for_state(torch.zeros(0, 2, 64, 64), max_window=2, num_key_heads=1), ValueError,
      "RecurrentCache: state must have 4 dimensions, the first of at least 1, got"),
     (lambda: RecurrentCache(*replaced("state", lambda t: t.half())), TypeError,
      "RecurrentCache: state must have dtype"),
@@ -923,7 +923,7 @@ def test_layers_with_other_strides_are_folded_by_another_launch():
     memory = torch.zeros(4, 3, 64, 64)
     spaced = memory[:, :2]
     states.register_layer("a", cache)
-    states.register_layer("b", RecurrentCache.beside(spaced, max_window=3, num_key_heads=1))
+    states.register_layer("b", RecurrentCache.for_state(spaced, max_window=3, num_key_heads=1))
     states.allocate()
     for state in (cache.state, spaced):
         state[1].normal_()

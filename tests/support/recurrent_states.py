@@ -100,7 +100,7 @@ class EveryState:
 
     def verify(self, slots: Sequence[int], lengths: Sequence[int], inputs: dict[str, Tensor]) -> Tensor:
         kind, count = self.kind, len(slots)
-        scratch = RecurrentCache.beside(
+        scratch = RecurrentCache.for_state(
             torch.stack([self.zeros(), *(self.held[slot] for slot in slots)]),
             max_window=max(lengths, default=1), num_key_heads=kind.key_heads, dtype=kind.dtype,
             per_channel=kind.per_channel,
@@ -165,7 +165,7 @@ class EveryChunk(EveryState):
     def _run(self, base: Tensor, tokens: list[dict[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Return the output of each token and the state after it, from a state at the start of a chunk."""
         kind = self.kind
-        scratch = RecurrentCache.beside(
+        scratch = RecurrentCache.for_state(
             torch.stack([self.zeros(), base]), max_window=1, num_key_heads=kind.key_heads, dtype=kind.dtype,
             ring_rows=CHUNK, chunk=CHUNK,
         )  # fmt: skip

@@ -130,7 +130,7 @@ INTEGERS = {
     ),
     "LayerCache.packed": (LayerCache.packed, {"cache": CACHE, "key_size": 8}, ("key_size",)),
     "RecurrentCache.new": (RecurrentCache.new, RECURRENT, tuple(RECURRENT)),
-    "RecurrentCache.beside": (RecurrentCache.beside, RECORD, ("max_window", "num_key_heads")),
+    "RecurrentCache.for_state": (RecurrentCache.for_state, RECORD, ("max_window", "num_key_heads")),
     "RecurrentStates": (RecurrentStates, STATES, ("max_num_requests",)),
 }
 # None selects a default for these.
@@ -186,7 +186,7 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str, tuple[Any, ...], Any]] = [
     ("RecurrentCache.new", RecurrentCache.new, RECURRENT, "dtype", (None, 3, "half", torch.int8), TypeError),
     ("RecurrentCache.new", RecurrentCache.new, RECURRENT, "state_dtype", (None, 3, torch.half), TypeError),
     ("RecurrentCache.new", RecurrentCache.new, RECURRENT, "per_channel", (None, 1), TypeError),
-    ("RecurrentCache.beside", RecurrentCache.beside, RECORD, "state",
+    ("RecurrentCache.for_state", RecurrentCache.for_state, RECORD, "state",
      (*NO_TENSORS, torch.zeros(()), torch.zeros(2, 2, 64, 64).half()), REFUSALS),
     *(("RecurrentCache", RecurrentCache, dict(vars(RecurrentCache.new(**RECURRENT))), name,
        (*NO_TENSORS, torch.zeros(()), torch.zeros(2, 3).int(), torch.zeros(2, 2, 2, 1, 64, device="meta")), REFUSALS)
