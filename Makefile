@@ -143,7 +143,6 @@ TRANSITIONS ?= 340000
 SEED ?= $(shell date +%Y%m%d)000
 test-random: export NWOR_BUILD_CUDA := 0
 test-random: setup
-	@$(STEP) 5/5 "CPU library" -- $(BIN)/python setup.py -q build_ext --inplace
 	@echo "== processes killed at random moments"
 	$(PYTEST) --nightly --device cpu tests/transaction/test_killed.py
 	@echo "== random calls"
@@ -154,7 +153,6 @@ SAMPLE ?= 300
 mutants: export NWOR_BUILD_CUDA := 0
 mutants: setup
 	@$(PIP) -q install "$(MUTMUT)"
-	@$(STEP) 5/5 "CPU library" -- $(BIN)/python setup.py -q build_ext --inplace
 	@nice $(BIN)/python tools/mutants.py --sample $(SAMPLE) --seed $(SEED) --workers $(WORKERS) --to build/mutants.json
 
 # The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
