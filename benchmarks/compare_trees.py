@@ -34,8 +34,8 @@ def transactions(mode: str, requests: int, drafts: int) -> dict[str, float]:
     from nwor_ops import DraftCommitManager, LayerCache, Window, num_shadow_blocks
 
     tokens, pages = requests * (drafts + 1), 4
-    spare = num_shadow_blocks(requests, drafts, BLOCK_SIZE) if mode == "stage" else 0
-    shape = (requests * pages + spare, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE)
+    shadow = num_shadow_blocks(requests, drafts, BLOCK_SIZE) if mode == "stage" else 0
+    shape = (requests * pages + shadow, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE)
     manager = DraftCommitManager(
         max_num_tokens=tokens, max_num_requests=requests, max_draft_tokens=requests * drafts, device="cuda", mode=mode,
         max_drafts_per_request=drafts,

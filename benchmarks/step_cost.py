@@ -121,8 +121,8 @@ class EngineStep:
 
     def __init__(self, mode: str, groups: int, device: str) -> None:
         requests, tokens = ENGINE_REQUESTS, ENGINE_REQUESTS * (DRAFTS + 1)
-        spare = groups * num_shadow_blocks(requests, DRAFTS, ENGINE_BLOCK_SIZE) if mode == "stage" else 0
-        shape = (requests * PAGES + spare, ENGINE_BLOCK_SIZE, 1, 32)  # a CPU's kernels should take little of the time
+        shadow = groups * num_shadow_blocks(requests, DRAFTS, ENGINE_BLOCK_SIZE) if mode == "stage" else 0
+        shape = (requests * PAGES + shadow, ENGINE_BLOCK_SIZE, 1, 32)  # a CPU's kernels should take little of the time
         self.manager = DraftCommitManager(
             max_num_tokens=tokens, max_num_requests=requests, max_draft_tokens=requests * DRAFTS, device=device,
             mode=mode, max_drafts_per_request=DRAFTS,

@@ -88,8 +88,8 @@ class Engine:
         self.free_blocks = list(range(num_blocks))
         # Mode "stage" needs shadow pages after those of requests, which no request ever gets.
         most_drafts = max(1, num_drafts)
-        spare = num_shadow_blocks(max_requests, most_drafts, BLOCK_SIZE) if mode == "stage" else 0
-        self.caches = make_caches(config, num_blocks + spare, BLOCK_SIZE, device, layout)
+        shadow = num_shadow_blocks(max_requests, most_drafts, BLOCK_SIZE) if mode == "stage" else 0
+        self.caches = make_caches(config, num_blocks + shadow, BLOCK_SIZE, device, layout)
 
         # Set-up: register every layer's cache, then allocate the undo log, max_draft_tokens rows per layer. nwor_ops
         # never allocates more. (Mode "stage" has no log, only records of its pages.)

@@ -102,9 +102,9 @@ def job_of_side(options: DemoOptions, job: dict[str, Any], side: str) -> dict[st
     one size."""
     if options.modes[side] != "stage":
         return job
-    spare = num_shadow_blocks(MAX_RUNNING, options.num_speculative_tokens, BLOCK_SIZE)
+    shadow = num_shadow_blocks(MAX_RUNNING, options.num_speculative_tokens, BLOCK_SIZE)
     engine = job["engine"]
-    return job | {"engine": engine | {"num_gpu_blocks_override": engine["num_gpu_blocks_override"] + spare}}
+    return job | {"engine": engine | {"num_gpu_blocks_override": engine["num_gpu_blocks_override"] + shadow}}
 
 
 def _requests(options: DemoOptions) -> list[Request]:

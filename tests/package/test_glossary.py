@@ -13,7 +13,7 @@ FOLDERS = ("nwor_ops", "csrc", "meta", "docs", "examples", "benchmarks", "tests"
 SUFFIXES = {".py", ".md", ".h", ".cpp", ".cu", ".yml", ".toml"}
 # A retired word as a regular expression, and texts with it.
 RETIRED: dict[str, tuple[str, ...]] = {
-    r"spare (?:block|page)s?": ("a spare page",),
+    r"spare (?:block|page)s?|\bspare\b.*\bshadow pages|\bspare\b.*num_shadow_blocks": ("a spare page",),
     r"\bjudge[sd]?\b": ("it was judged",),
     r"\bverdicts?\b": ("the verdict",),
     r"\b(?:falls?|falling|fell)[ -]?backs?\b": ("fell back", "it falls back", "a fallback", "counted as fall-backs"),

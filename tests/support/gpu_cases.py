@@ -318,7 +318,7 @@ def _behaviours() -> Iterator[Case]:
 _FEW_GRAPHS = ("v1-flash-ngram-full_decode_only", "v2-flash-ngram-full_decode_only")
 FEW_GRAPHS = {*_FEW_GRAPHS, *(f"stage-{name}" for name in _FEW_GRAPHS)}
 CASES = [*_graph_modes(), *_methods(), *_drafters(), *_recurrent(), *_caches(), *_behaviours()]
-SPARE = ENGINE["max_num_seqs"] * 2  # shadow pages of one group: 4 drafts may lie in two blocks of 16
+NUM_SHADOW = ENGINE["max_num_seqs"] * 2  # shadow pages of one group: 4 drafts may lie in two blocks of 16
 # With this fusion, vLLM writes the cache without any writer that can be patched.
 FUSED_WRITER = Case(
     "mla-fused-writer",
@@ -345,7 +345,7 @@ STAGE_CASES = [
         case,
         name=f"stage-{case.name}",
         nwor=dict(STAGE),
-        more_blocks=SPARE * (case.expect.get("kv_cache_groups", 1) - case.recurrent_groups),
+        more_blocks=NUM_SHADOW * (case.expect.get("kv_cache_groups", 1) - case.recurrent_groups),
     )
     for case in CASES
     if case.name not in _NOT_STAGED
@@ -357,7 +357,7 @@ STAGE_CASES.append(
         name="stage-mla-fused-writer",
         nwor=dict(STAGE),
         same_tokens=True,
-        more_blocks=SPARE,
+        more_blocks=NUM_SHADOW,
         expect={"recorded_layers": []},
     )
 )
@@ -475,7 +475,7 @@ EXPORT_CASES = [
             use={"exports": True, "requests": 12, "max_tokens": 20},
             same_tokens=mode != "off",
             expect={"cudagraph_mode": "PIECEWISE"},
-            more_blocks=SPARE if mode == "stage" else 0,
+            more_blocks=NUM_SHADOW if mode == "stage" else 0,
             share=0.0,  # of few tokens
         )
         for mode in ("off", "cow", "stage")
@@ -702,7 +702,9 @@ LOAD_ERROR_CASES = list(
 )
 CANCEL_ERROR_CASES = [
     _case("errors-cancel-cow", nwor=COW, use={"faults": "cancel"}, same_tokens=False),
-    replace(_case("errors-cancel-stage", nwor=STAGE, use={"faults": "cancel"}, same_tokens=False), more_blocks=SPARE),
+    replace(
+        _case("errors-cancel-stage", nwor=STAGE, use={"faults": "cancel"}, same_tokens=False), more_blocks=NUM_SHADOW
+    ),
     _case("errors-cancel-v1", V1, nwor=COW, use={"faults": "cancel"}, same_tokens=False),
 ]
 CAPTURE_ERROR_CASE = _case("errors-capture", nwor=COW, use={"faults": "capture"}, same_tokens=False)
@@ -784,7 +786,7 @@ def _one_state(name: str, shape: str = "next", nwor: Any = ONE_STATE, convolutio
     groups = -(-3 // attention) + convolutions
     settings["expect"] = {"kv_cache_groups": groups + 1} | settings.get("expect", {})
     case = _case(f"one-state-{name}", environment, nwor=nwor, recurrent_groups=groups, **settings)
-    return replace(case, more_blocks=SPARE) if nwor is ONE_STATE_STAGE else case
+    return replace(case, more_blocks=NUM_SHADOW) if nwor is ONE_STATE_STAGE else case
 
 
 def _one_states() -> Iterator[Case]:

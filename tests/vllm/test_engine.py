@@ -11,7 +11,7 @@ from engines import ENGINE, LLAMA, Engines, model_folder, prompts, ranks_job
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 MODES = pytest.mark.parametrize("nwor", [COW, STAGE], ids=["cow", "stage"])
-SPARE = 16  # shadow pages per group in mode stage: 8 requests, each with a tail page and one more
+NUM_SHADOW = 16  # shadow pages per group in mode stage: 8 requests, each with a tail page and one more
 
 
 def isa_of(dtype: torch.dtype, kv_cache_dtype: str = "auto") -> str:
@@ -55,9 +55,9 @@ def test_compiled(engines: Engines, nwor: dict[str, Any]) -> None:
 def test_preemption(engines: Engines, nwor: dict[str, Any]) -> None:
     """The cache is too small for the batch: requests lose their blocks while they run, and start over."""
     requests, arguments = prompts(8, longest=80, seed=3), {"max_tokens": 80, "max_model_len": 192}
-    spare = SPARE if nwor is STAGE else 0
+    shadow = NUM_SHADOW if nwor is STAGE else 0
     started = engines.start(requests, num_gpu_blocks_override=14, **arguments)
-    ours = engines.run(requests, nwor=nwor, num_gpu_blocks_override=14 + spare, **arguments)
+    ours = engines.run(requests, nwor=nwor, num_gpu_blocks_override=14 + shadow, **arguments)
     vanilla = started.result()
     assert ours["metrics"]["num_preemptions"] == vanilla["metrics"]["num_preemptions"]
     assert ours["metrics"]["num_preemptions"] > 0

@@ -17,9 +17,9 @@ from gpu_cases import (
     GRAPHED,
     GRAPHED_COW,
     NGRAM,
+    NUM_SHADOW,
     ONE_STATE_RANKS,
     PLAIN_ALL_REDUCE,
-    SPARE,
     STAGE,
     V1,
     V2,
@@ -46,7 +46,7 @@ def _ranks(speculation: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def _staged(case: Case) -> Case:
-    return replace(case, name=f"{case.name}-stage", nwor=STAGE, more_blocks=SPARE)
+    return replace(case, name=f"{case.name}-stage", nwor=STAGE, more_blocks=NUM_SHADOW)
 
 
 def _dp(name: str, environment: dict[str, str] = V2, ranks: int = 2, needs: str | None = None, **more: Any) -> Case:
