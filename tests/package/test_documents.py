@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import functools
 import importlib
 import pathlib
@@ -102,6 +103,16 @@ def test_every_test_that_is_named_exists() -> None:
     }
     assert len(named) > 50
     assert sorted(named - tests) == []
+
+
+def test_the_table_of_helpers_is_of_every_helper() -> None:
+    """Each pattern of the second table of tests/README.md matches a file or folder, and each of them has a pattern."""
+    table = (ROOT / "tests" / "README.md").read_text().partition("| name | is |")[2]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    patterns = re.findall(r"`(.+?)`", " ".join(cells))
+    helpers = [path.stem for path in (ROOT / "tests" / "support").iterdir() if path.name != "__pycache__"]
+    assert [name for name in patterns if not fnmatch.filter(helpers, name)] == []
+    assert [name for name in helpers if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
 
 
 def test_every_option_of_a_benchmark_is_there() -> None:
