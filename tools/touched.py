@@ -1,11 +1,14 @@
 """Run the tests for the changes since origin/main, or since the last commit if there is no origin/main: ``make check``.
 
-This file is the only place that maps sources to tests. It selects tests that take a minute or two, and only those
-engine tests that are marked ``smoke``. A changed test file runs completely. Arguments are passed to pytest.
+This file is the only place that maps sources to tests: by rules, and for helpers, benchmarks and tools by the imports
+of the tests. It selects tests that take a minute or two, and only those engine tests that are marked ``smoke``. A
+changed test file runs completely. Arguments are passed to pytest.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import pathlib
 import re
 import subprocess
@@ -13,34 +16,26 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LEVELS = r"(?:csrc/(?:cpu/|cuda/)?|meta/|nwor_ops/ops/|nwor_ops/testing/oracle/|tests/support/samples_)"
+FAMILIES = "undo|accept|shadow|staging|drafter|recurrent"
 # Sources of one area and its tests, or the quick ones among them, relative to tests/. A family has the same name on
 # every level, followed by an underscore if it has several files on one level. Every matching rule counts.
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (LEVELS + r"(undo|accept|shadow|staging|drafter|recurrent)(?:_\w+)?\.\w+", (r"ops/test_\1.py",)),
-    (r"tests/support/shadow_windows\.py", ("ops/test_shadow.py",)),
+    (LEVELS + rf"({FAMILIES})(?:_\w+)?\.\w+", (r"ops/test_\1.py",)),
     (r"(?:csrc|meta|nwor_ops/ops)/.*", ("ops/test_schema.py", "ops/test_plane_table.py")),
+    (rf"csrc/(?!(?:cpu/|cuda/)?(?:{FAMILIES})[_.]).*", ("ops/test_undo.py",)),
+    (r"nwor_ops/testing/(?:layouts|raw_rows|against_oracle)\.py", ("ops/test_undo.py",)),
     (
-        r"csrc/(?!.*(?:accept|shadow|staging|drafter|recurrent)(?:_\w+)?\.).*|tests/support/(?:oracle_checks|samples|tensors)\.py"
-        r"|nwor_ops/testing/(?:layouts|raw_rows|against_oracle)\.py",
-        ("ops/test_undo.py",),
-    ),
-    (r"tests/support/bad_input\.py", ("ops/test_bad_input.py",)),
-    (
-        r"nwor_ops/(?:transaction/)?(?!__main__)\w+\.py|tests/support/(?:transactions|decoding|faults|no_sync)\.py",
+        r"nwor_ops/(?:transaction/)?(?!__main__)\w+\.py",
         ("transaction/test_manager.py", "transaction/test_manager_stage.py", "transaction/test_staging_buffer.py"),
     ),
     (
-        r"nwor_ops/(?:recurrent/\w+|transaction/state)\.py|(?:csrc/(?:cpu/)?|nwor_ops/ops/)recurrent(?:_\w+)?\.\w+"
-        r"|tests/support/recurrent_states\.py",
+        r"nwor_ops/(?:recurrent/\w+|transaction/state)\.py|(?:csrc/(?:cpu/)?|nwor_ops/ops/)recurrent(?:_\w+)?\.\w+",
         ("recurrent",),
     ),
     (r"nwor_ops/recurrent/(?:cache|cursors|fold)\.py", ("vllm/test_one_state.py",)),
-    (r"nwor_ops/drafter/.*|tests/support/draft_loops\.py|examples/(?:paged_)?draft\w*\.py", ("drafter",)),
-    (
-        r"nwor_ops/vllm/.*|tests/support/(?:draft_(?:configs|kernels|proposers|speculators)|hashing_drafter|one_state_\w+|interpreter\w*|recurrent_kernels|engine\w*|processor|other_scheduler"
-        r"|counted_session|(?:export|loading)_connector|planted_(?:errors|server)|tiny_serve|(?:tiny|custom)_drafters|page_machine|pipeline_rank|v2_runner|packed_rows|limited/\w+)\.py|docs/reference/(?:support|cases)\.md|docs/guides/hybrid-models\.md|tools/(?:made_tables|support_tables|shown_cases|state_sizes)\.py",
-        ("vllm",),
-    ),
+    (r"nwor_ops/drafter/.*|examples/(?:paged_)?draft\w*\.py", ("drafter",)),
+    (r"nwor_ops/vllm/.*|docs/reference/(?:support|cases)\.md|docs/guides/hybrid-models\.md", ("vllm",)),
+    (r"tools/(?:made_tables|support_tables|shown_cases|state_sizes)\.py", ("vllm",)),
     (
         r"nwor_ops/(?:(?:cli|testing)/\w+|__main__)\.py|tools/(?:command_options|made_tables)\.py|docs/reference/commands\.md",
         ("package/test_cli.py",),
@@ -50,21 +45,42 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("ops/test_random_windows.py",),
     ),
     (r"nwor_ops/cli/bench\w*\.py|nwor_ops/testing/server\.py", ("package/test_bench.py", "vllm/test_bench_servers.py")),
-    (r"nwor_ops/cli/verify\w*\.py|tests/support/planted_plugin\.py", ("package/test_verify.py",)),
+    (r"nwor_ops/cli/verify\w*\.py", ("package/test_verify.py",)),
     (r"nwor_ops/testing/host_graphs\.py", ("drafter/test_host_graphs.py",)),
     (r"nwor_ops/testing/every_state\.py", ("package/test_examples.py",)),
+    (r"nwor_ops/testing/ports\.py", ("package/test_ports.py",)),
     (r"examples/.*", ("package/test_examples.py", "package/test_cli.py")),
     (r"setup\.py|pyproject\.toml|MANIFEST\.in|Makefile", ("package/test_package.py",)),
     (r"setup\.py|tools/older_glibc\.py", ("package/test_build.py",)),
-    (r"tools/docs_site\.py|mkdocs\.yml|Makefile", ("package/test_docs_site.py",)),
-    (r"tools/\w+\.py|tests/support/processor\.py", ("package/test_tools.py", "package/test_touched.py")),
-    (r"benchmarks/results.*|docs/(?:benchmarks|internals/tried)\.md|README\.md", ("package/test_results.py",)),
-    (r"benchmarks/gpu_(?:methods|engine)\.py", ("package/test_gpu_methods.py",)),
-    (r"benchmarks/gpu_(?:parallel|engine)\.py", ("package/test_gpu_parallel.py",)),
-    (r".*\.md", ("package/test_documents.py",)),
-    (r"tests/support/import_graph\.py", ("package/test_import_graph.py",)),
-    (r"nwor_ops/testing/ports\.py", ("package/test_ports.py",)),
+    (r"mkdocs\.yml|Makefile|docs/assets/.*", ("package/test_docs_site.py",)),
+    (r"tools/\w+\.py", ("package/test_tools.py", "package/test_touched.py")),
+    (
+        r"benchmarks/results.*|docs/(?:benchmarks|internals/tried|guides/which-feature)\.md|README\.md",
+        ("package/test_results.py",),
+    ),
+    (r".*\.md|benchmarks/\w+\.py", ("package/test_documents.py",)),
+    (r"\.github/workflows/.*|docs/compatibility\..*|pyproject\.toml|Dockerfile", ("package/test_release.py",)),
+    (r"docs/monitoring/.*", ("package/test_monitoring.py",)),
+    (r"\.ci/run", ("package/test_code_blocks.py",)),
+    (r"tests/conftest\.py", ("ops/test_undo.py", "transaction/test_manager_state_machine.py")),
+    (r"tests/vllm/conftest\.py|tests/support/\w+/\w+\.py", ("vllm",)),
 )
+# Helpers that many tests import, and the quick ones among these tests.
+HELPERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (rf"tests/support/samples_({FAMILIES})\.py", (r"ops/test_\1.py",)),
+    (r"tests/support/(?:oracle_checks|samples|tensors)\.py", ("ops/test_undo.py",)),
+    (r"tests/support/shadow_windows\.py", ("ops/test_shadow.py",)),
+    (r"tests/support/bad_input\.py", ("ops/test_bad_input.py",)),
+    (r"tests/support/processes\.py", ("package/test_tools.py",)),
+    (
+        r"tests/support/(?:transactions|decoding|faults|no_sync)\.py",
+        ("transaction/test_manager.py", "transaction/test_manager_stage.py", "transaction/test_staging_buffer.py"),
+    ),
+    (r"tests/support/(?:draft_loop\w*)\.py", ("drafter",)),
+)
+# Folders of modules that tests import, in the order of `pythonpath` in pyproject.toml.
+MODULES = ("tests/support", "examples", "examples/staging", "tools", "benchmarks")
+TEST = re.compile(r"tests/(?!gpu/|dist/)\w+/test_\w+\.py")
 
 
 def changed() -> list[str]:
@@ -81,17 +97,59 @@ def changed() -> list[str]:
     return sorted(filter(None, names))
 
 
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """Return the paths of the modules in MODULES that each of them, each test file and each conftest.py imports."""
+    modules = {path.stem: path for folder in reversed(MODULES) for path in (ROOT / folder).glob("*.py")}
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path.name.startswith(("test_", "conftest."))]
+    found = {}
+    for path in [*modules.values(), *tests]:
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module)
+        used = [modules[name] for name in names & set(modules)]
+        found[path.relative_to(ROOT).as_posix()] = {one.relative_to(ROOT).as_posix() for one in used}
+    return found
+
+
+def importers(module: str) -> set[str]:
+    """Return a module and the files that import it, directly or through others."""
+    found: set[str] = set()
+    new = {module}
+    while new:
+        found |= new
+        new = {path for path, modules in imports().items() if modules & new} - found
+    return found
+
+
+def by_rules(rules: tuple[tuple[str, tuple[str, ...]], ...], path: str) -> set[str]:
+    matches = ((re.fullmatch(pattern, path), names) for pattern, names in rules)
+    return {f"tests/{match.expand(name)}" for match, names in matches if match for name in names}
+
+
+def by_imports(path: str) -> set[str]:
+    """Return the test files that import a module. Tests of the plugin run the helpers that nothing imports."""
+    users = importers(path)
+    imported = set().union(*imports().values())
+    run = {user for user in users if user.startswith("tests/support/") and user not in imported}
+    found = {user for user in users if TEST.fullmatch(user)} | ({"tests/vllm"} if run else set())
+    return found.union(*(by_rules(RULES, user) for user in users if user.endswith("/conftest.py")))
+
+
 def files_for(paths: list[str]) -> list[str]:
-    """Return test files and folders by the rules."""
-    matches = ((re.fullmatch(pattern, path), names) for pattern, names in RULES for path in paths)
-    return sorted({f"tests/{match.expand(name)}" for match, names in matches if match for name in names})
+    """Return test files and folders by the rules, and by the imports of the tests."""
+    found: set[str] = set()
+    for path in paths:
+        found |= by_rules(RULES, path) | (by_rules(HELPERS, path) or (by_imports(path) if path in imports() else set()))
+    return sorted(path for path in found if path.rpartition("/")[0] not in found)
 
 
 def main(arguments: list[str]) -> int:
     paths = changed()
-    whole = [
-        path for path in paths if re.fullmatch(r"tests/(?!gpu/|dist/)\w+/test_\w+\.py", path) and (ROOT / path).exists()
-    ]
+    whole = [path for path in paths if TEST.fullmatch(path) and (ROOT / path).exists()]
     others = [path for path in files_for(paths) if path not in whole]
     worst = 0
     for selection in ([*whole], [*others, "-m", "not vllm or smoke"] if others else []):
