@@ -43,7 +43,7 @@ _COW = {"v1": "in mode `cow`"}
 # fmt: off
 METHODS = (
     Method("ngram", v2=("v2-flash-ngram-full_and_piecewise",), v1=("v1-flash-ngram-full_and_piecewise",),
-           cpu=("test_36_prompts",)),
+           cpu=("test_greedy_tokens_equal_vanillas",)),
     Method("ngram_gpu", v2=("method-v2-ngram_gpu",), v1=("method-v1-ngram_gpu",),
            notes=_COW | {"cpu": "vLLM has it only on CUDA"}),
     Method("suffix", v1=("method-v1-suffix",), notes=_V1_ONLY | {

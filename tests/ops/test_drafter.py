@@ -690,7 +690,7 @@ FREE_LENGTHS = {
 
 
 @pytest.mark.parametrize(("op", "name"), [case for case in TENSORS if tuple(case) not in FREE_LENGTHS])
-def test_too_few(op, name):
+def test_short_tensors_are_refused(op, name):
     """Every length that another argument determines."""
     arguments = sample_inputs(op)[0]
     value = named(op, arguments)[name]

@@ -44,7 +44,7 @@ def test_a_table_on_the_device_is_refused(device, op):
     )
 
 
-def test_the_table():
+def test_a_table_holds_addresses_and_room():
     storage = torch.zeros(1000, dtype=torch.int16)
     planes = [storage[start : start + 64].view(2, 4, 2, 4) for start in (7, 500)]
     table = ops.plane_table(planes)

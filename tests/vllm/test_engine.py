@@ -28,7 +28,7 @@ def test_vanilla_leaves_stale_rows(engines: Engines) -> None:
 
 @MODES
 @pytest.mark.smoke
-def test_36_prompts(engines: Engines, nwor: dict[str, Any]) -> None:
+def test_greedy_tokens_equal_vanillas(engines: Engines, nwor: dict[str, Any]) -> None:
     vanilla, ours = engines.pair(prompts(36), nwor)
     assert ours["tokens"] == vanilla["tokens"]
     check_transaction(ours)

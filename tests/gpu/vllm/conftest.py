@@ -37,7 +37,8 @@ def _why_not() -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _leave_out_passed_cases(config, items)
     reason = _why_not()
-    # Servers are other processes, so most of their tests run while the pool's engines do. `test_words` comes last.
+    # Servers are other processes, so most of their tests run while the pool's engines do. Those of
+    # `test_readme_commands_exactly_as_written` come last.
     items.sort(key=_turn)
     for item in items:
         if HERE not in item.path.parents:
@@ -64,7 +65,7 @@ def _case_name(item: pytest.Item) -> str:
 
 def _turn(item: pytest.Item) -> int:
     if item.path.name.startswith("test_serve"):
-        return 2 if item.name.startswith("test_words") else 0
+        return 2 if item.name.startswith("test_readme_commands_exactly_as_written") else 0
     return 1
 
 

@@ -1,7 +1,7 @@
 """README's three feature commands, as README.md has them, with tiny models in place of MODEL and DRAFT, over HTTP.
 
-``test_words`` starts each exactly as written; only host and port are added. Such a server takes nine tenths of the GPU.
-The test must therefore run while nothing else does: ``-k test_words`` selects only it.
+``test_readme_commands_exactly_as_written`` adds only host and port. Such a server takes nine tenths of the GPU. The
+test must therefore run while nothing else does: ``-k test_readme_commands_exactly_as_written`` selects only it.
 
 ``test_audited`` adds ``SMALL_CACHE`` to the words and ``VLLM_NWOR_AUDIT=1`` to the environment. An audit copies the
 cache at every step, and a small cache makes vLLM preempt requests. The answers equal those of a vanilla server that
@@ -120,7 +120,7 @@ def test_audited(feature: str, servers: dict[tuple[str, str], Server], engines: 
 
 
 @pytest.mark.parametrize("feature", list(MODELS))
-def test_words(feature: str, engines: Any, record: dict[str, Any]) -> None:
+def test_readme_commands_exactly_as_written(feature: str, engines: Any, record: dict[str, Any]) -> None:
     command = COMMANDS[feature]
     server = serve(command, engines, "words", command.environment)
     with running(server, seconds=PATIENCE_SECONDS):
