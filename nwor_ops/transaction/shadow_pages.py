@@ -344,7 +344,10 @@ def _check_shared_memory(planes: Mapping[str, Sequence[Plane]], first_blocks: Ma
 
 
 def _plan_launches(planes: Mapping[str, Sequence[Plane]]) -> list[Launch]:
-    """Plan one launch per geometry and run of adjacent groups. The first launch of a group redirects its tables."""
+    """Plan one launch per geometry and run of adjacent groups. The first launch of a group redirects its tables.
+
+    Of the groups of a run, either all are redirected by an earlier launch or none.
+    """
     of_geometry: dict[object, dict[int, list[Plane]]] = {}
     for index, of_group in enumerate(planes.values()):
         for plane in of_group:
@@ -352,11 +355,15 @@ def _plan_launches(planes: Mapping[str, Sequence[Plane]]) -> list[Launch]:
     launches: list[Launch] = []
     redirected: set[int] = set()
     for by_group in of_geometry.values():
-        runs: dict[tuple[int, bool, int], list[int]] = {}
-        for place, index in enumerate(sorted(by_group)):
-            # Adjacent groups have the same difference between group index and list index.
-            runs.setdefault((index - place, index in redirected, place // MOST_GROUPS), []).append(index)
-        for indices in runs.values():
+        runs: list[list[int]] = []
+        for index in sorted(by_group):
+            last = runs[-1] if runs else []
+            adjacent = last and index == last[-1] + 1 and (index in redirected) == (last[-1] in redirected)
+            if adjacent and len(last) < MOST_GROUPS:
+                last.append(index)
+            else:
+                runs.append([index])
+        for indices in runs:
             of_run = [by_group[index] for index in indices]
             launches.append(
                 Launch(

@@ -8,7 +8,7 @@ from copied_rows import CopiedRows
 from decoding import ALL, DRAFTS, REQUESTS, STEPS, Engine, batch_copies, require_unchanged
 from hypothesis import given
 from hypothesis import strategies as st
-from tensors import numbers
+from tensors import int32, numbers
 from transactions import KINDS, Request, make_batch, one_thread, put_rows  # noqa: F401
 
 import nwor_ops
@@ -434,6 +434,30 @@ def test_groups_that_are_not_adjacent_have_separate_launches():
     assert launches == [
         (slice(0, 1), [1], True), (slice(2, 3), [1], True), (slice(1, 2), [1], True), (slice(2, 3), [1], False),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 17])
+def test_a_group_that_another_launch_redirects_splits_its_neighbours(count):
+    """The second geometry has adjacent groups. One of them has been redirected by the launch of the first geometry."""
+    widths = {"a": [16], **{f"b{n}": [8] for n in range(count)}, "c": [8, 16], "d": [8]}
+    manager = DraftCommitManager(
+        max_num_tokens=3, max_num_requests=1, max_draft_tokens=2, device="cpu", mode="stage", max_drafts_per_request=2
+    )
+    caches = {(group, width): torch.zeros(4, 4, 1, width) for group in widths for width in widths[group]}
+    for (group, width), cache in caches.items():
+        manager.register_layer(f"{group}.{width}", nwor_ops.LayerCache.packed(cache), group)
+    manager.allocate()
+    slots = {group: torch.tensor([1, 2, 3]) for group in widths}
+    tables = {group: int32(0).view(1, 1) for group in widths}
+    manager.begin(nwor_ops.Window(int32(0, 3), int32(2), slots, seq_lens=int32(4), block_tables=tables))
+    for group, width in caches:
+        assert slots[group].min() >= 8  # in a shadow page
+        rows = torch.ones(3, 1, width // 2)
+        manager.write(f"{group}.{width}", rows, rows, slots[group])
+    manager.commit_rejected(int32(1))
+    for (group, _), cache in caches.items():
+        assert (slots[group].tolist(), tables[group].tolist()) == ([1, 2, 3], [[0]])
+        assert cache[0, :, 0, 0].tolist() == [0.0, 1.0, 1.0, 0.0]
 
 
 def test_pages_of_a_request():
