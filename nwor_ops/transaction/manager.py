@@ -298,6 +298,8 @@ class DraftCommitManager(Stateful[Layer]):
             RuntimeError: a window is open already.
             ValueError, TypeError: more drafts, tokens or requests than the manager's limits; a missing slot mapping,
                 table or length; or a tensor of another shape, dtype or device. Nothing has changed.
+            ValueError: in mode ``"stage"``: slot mappings or block tables of two groups share memory. Nothing has
+                changed.
             ValueError, TypeError, IndexError: in mode ``"stage"``: lengths, tables or states of another shape, dtype or
                 device, or, on the CPU, a request with inconsistent values (:func:`nwor_ops.open_window`). Pages of
                 requests, slots and tables have not changed. The window counts as cancelled if it was planned before

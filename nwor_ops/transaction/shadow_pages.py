@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
-from nwor_ops.kv_cache import Plane, PlaneList
+from nwor_ops.kv_cache import Plane, PlaneList, has_no_data
 from nwor_ops.ops.bound import bind
 from nwor_ops.ops.shadow import MOST_GROUPS
 from nwor_ops.transaction.layers import Layer, LayerTable
+from nwor_ops.transaction.overlap import Area, first_overlap
 from nwor_ops.transaction.recovery import Capacity, Redirects
 from nwor_ops.transaction.window import Window, WindowBuffers, numbers_on
 from nwor_ops.validation import BoundToMemory
@@ -145,12 +146,33 @@ class ShadowPages(BoundToMemory):
             raise ValueError("begin: window must have seq_lens")
         given: Any = window.block_tables
         block_tables = [given[group] for group in self.groups]
+        self._check_apart("slot_mappings", slot_mappings)
+        self._check_apart("block_tables", block_tables)
         if len(self.launches) == 1:
             return [(slot_mappings, block_tables)]
         return [
             (slot_mappings[launch.groups], block_tables[launch.groups]) if launch.redirects else ([], [])
             for launch in self.launches
         ]
+
+    def _check_apart(self, field: str, tensors: list[Tensor]) -> None:
+        """Raise ValueError if two groups share slots or table entries: each would redirect what the other one has.
+
+        One launch does not see the tensors of another. This runs only for windows whose calls are not bound yet. A
+        trace has no addresses.
+        """
+        if torch.compiler.is_compiling():
+            return
+        areas = [
+            (group, Area.of(tensor))
+            for group, tensor in zip(self.groups, tensors, strict=True)
+            if tensor.numel() > 0 and not has_no_data(tensor)
+        ]
+        if (shared := first_overlap(areas)) is not None:
+            raise ValueError(
+                f"begin: window.{field} of groups {shared[0]!r} and {shared[1]!r} must not share memory in mode "
+                '"stage"; layers with the same slots belong to one group'
+            )
 
     def check(self, window: Window) -> None:
         if window.seq_lens is None or window.block_tables is None:

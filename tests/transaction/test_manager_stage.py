@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from copied_rows import CopiedRows
-from decoding import ALL, DRAFTS, REQUESTS, STEPS, Engine, batch_copies, require_unchanged
+from decoding import ALL, DRAFTS, REQUESTS, STEPS, TOKENS, Engine, batch_copies, require_unchanged
 from hypothesis import given
 from hypothesis import strategies as st
 from tensors import int32, numbers
@@ -348,6 +348,54 @@ def test_required_window_fields():
     ):
         with pytest.raises(ValueError, match=sentence):
             DraftCommitManager(**limits, **options)
+
+
+@pytest.mark.parametrize("field", ["slot_mappings", "block_tables"])
+@pytest.mark.parametrize("binds", [False, True])
+def test_groups_with_one_slot_mapping_or_table_are_refused(field, binds):
+    """The second group would redirect shadow slots of the first one, and accepted rows would be lost."""
+    engine, untouched = (Engine(("packed", "latent", "split"), binds=binds) for _ in range(2))
+    for one in (engine, untouched):
+        one.step(STEPS[0])
+        one.step(STEPS[1])
+    batch = engine.batch(STEPS[2])
+    slots, tables = batch_copies(engine, batch)
+    own = getattr(batch.window, field)
+    for shared in (own["full"], own["full"].view_as(own["full"]), own["full"][..., 1:]):
+        refused = batch.window._replace(**{field: own | {"mla": shared}})
+        with pytest.raises(
+            ValueError, match=f"^begin: window.{field} of groups 'full' and 'mla' must not share memory in mode"
+        ):
+            engine.manager.begin(refused)
+    require_unchanged(engine, untouched, batch, slots, tables)
+    assert engine.manager.stats() == untouched.manager.stats()
+
+
+@pytest.mark.parametrize("binds", [False, True])
+def test_slot_mappings_and_tables_of_groups_may_be_interleaved(binds):
+    engine, other = (Engine(("packed", "latent"), binds=binds) for _ in range(2))
+    columns = {group: table.shape[1] for group, table in engine.tables.items()}
+    storage = torch.zeros(REQUESTS, sum(columns.values()), dtype=torch.int32)
+    parts = storage.split(list(columns.values()), 1)
+    for (group, table), part in zip(engine.tables.items(), parts, strict=True):
+        engine.tables[group] = part.copy_(table)
+    rows = torch.full((2, TOKENS), -1)
+    engine.slots = dict(zip(engine.slots, rows, strict=False))
+    for requests in STEPS:
+        for one in (engine, other):
+            one.step(requests)
+        engine.assert_pages(other)
+
+
+def test_begin_of_several_groups_is_traced():
+    engine, plain = (Engine(("packed", "latent")) for _ in range(2))
+    torch.compiler.reset()
+    batches = [one.batch(STEPS[1]) for one in (engine, plain)]
+    torch.compile(engine.manager.begin, fullgraph=True, backend="eager")(batches[0].window)
+    plain.manager.begin(batches[1].window)
+    for group in engine.tables:
+        assert torch.equal(batches[0].slots[group], batches[1].slots[group])
+        assert torch.equal(engine.tables[group], plain.tables[group])
 
 
 def test_too_few_pages_are_refused():
