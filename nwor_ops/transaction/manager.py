@@ -254,8 +254,8 @@ class DraftCommitManager(Stateful[Layer]):
             RuntimeError: no layer is registered, or the manager is allocated already.
             ValueError, IndexError: in mode ``"cow"``: the planes of a layer cannot be restored, for example because
                 elements overlap.
-            ValueError: in mode ``"stage"``: a group has too few pages, or layers with different pages; groups share
-                memory and shadow pages; or ``shadow_blocks`` names a group without layers.
+            ValueError: in mode ``"stage"``: a group has too few pages, or layers with different pages; shadow pages of
+                two groups share memory; or ``shadow_blocks`` names a group without layers.
         """
         self._require(State.REGISTERING, "allocate")
         if not self._layers:

@@ -94,8 +94,8 @@ class ShadowPages(BoundToMemory):
         """Allocate the tensors of the shadow pages.
 
         Raises:
-            ValueError: a group has too few pages, or layers with different pages; groups share memory and shadow pages;
-                or ``shadow_blocks`` names a group without layers.
+            ValueError: a group has too few pages, or layers with different pages; shadow pages of two groups share
+                memory; or ``shadow_blocks`` names a group without layers.
         """
         capacity, first_blocks = self._capacity, self._capacity.shadow_blocks
         planes = {group: self._layers.planes_of(group) for group in self.groups}
@@ -349,20 +349,28 @@ def _pages_of(group: str, planes: Sequence[Plane]) -> tuple[int, int]:
 
 
 def _check_shared_memory(planes: Mapping[str, Sequence[Plane]], first_blocks: Mapping[str, int], count: int) -> None:
-    """Raise ValueError if groups whose planes share memory (one page pool of an engine) also share shadow pages."""
-    users: dict[tuple[int, int], list[str]] = {}
-    for name, of_group in planes.items():
-        for plane in of_group:
-            start, page_bytes = plane.view.data_ptr(), plane.view.stride(0) * plane.view.element_size()
-            sharing = users.setdefault((start, page_bytes), [])
-            for other in sharing if start else []:
-                first, other_first = first_blocks[name], first_blocks[other]
-                if other != name and abs(first - other_first) < count:
-                    raise ValueError(
-                        f"allocate: groups {other!r} and {name!r} share memory and must not share shadow pages, got "
-                        f"{count} pages from {other_first} and from {first} on; set shadow_blocks"
-                    )
-            sharing.append(name)
+    """Raise ValueError if shadow pages of two groups share a byte, as in one page pool of an engine."""
+    areas = [
+        (name, _area_of_pages(plane, first_blocks[name], count))
+        for name, of_group in planes.items()
+        for plane in of_group
+        if plane.view.numel() > 0 and not has_no_data(plane.view)
+    ]
+    if (shared := first_overlap(areas)) is not None:
+        one, other = sorted(shared, key=list(planes).index)
+        raise ValueError(
+            f"allocate: groups {one!r} and {other!r} share memory and must not share shadow pages, got {count} pages "
+            f"from {first_blocks[one]} and from {first_blocks[other]} on; set shadow_blocks"
+        )
+
+
+def _area_of_pages(plane: Plane, first: int, count: int) -> Area:
+    pages = Area.of(plane.view[first : first + count])
+    if plane.page_offsets is None:
+        return pages
+    low, high = map(int, plane.page_offsets.aminmax())
+    blocks, _, heads, _ = pages.dimensions
+    return Area(pages.start + low * pages.size, (high - low + 1) * pages.size, (blocks, heads))
 
 
 def _plan_launches(planes: Mapping[str, Sequence[Plane]]) -> list[Launch]:

@@ -13,8 +13,9 @@ from transactions import KINDS, Request, make_batch, one_thread, put_rows  # noq
 
 import nwor_ops
 import nwor_ops.transaction.manager
-from nwor_ops import DraftCommitManager, num_shadow_blocks
+from nwor_ops import DraftCommitManager, LayerCache, Plane, num_shadow_blocks
 from nwor_ops.ops import COUNTERS
+from nwor_ops.testing.layouts import make_amx_pages
 
 
 @pytest.mark.parametrize("with_states", [False, True])
@@ -435,6 +436,44 @@ def test_groups_that_share_memory_must_not_share_shadow_pages():
             manager.allocate()
     for caches, blocks in (({"a": one, "b": one}, {"a": 8}), ({"a": one, "b": other}, None)):
         staged_manager(caches, blocks).allocate()
+
+
+def pools():
+    """What two groups have of one pool of memory, and whether the last pages of both share a byte."""
+    pages = torch.zeros(64, 4, 4, 4)
+    half_as_many = pages.view(32, 4, 4, 8)
+    ordered = make_amx_pages(KINDS["amx"][3]._replace(blocks=32), torch.bfloat16)
+    key = Plane(ordered.key_caches[0], ordered.key_offsets)
+    value = Plane(ordered.value_caches[0], ordered.value_offsets)
+    moved = Plane(key.view, value.page_offsets + 16 * 32)
+    return {
+        "pages of twice the size": (pages, half_as_many, True),
+        "parts of a row that overlap": (pages[..., :3], pages[..., 2:], True),
+        "parts of a row": (pages[..., :2], pages[..., 2:], False),
+        "ranges that overlap in shadow pages": (pages[16:], pages[:62], True),
+        "ranges that overlap in other pages": (pages[16:], pages[:60], False),
+        "interleaved pages": (pages[::2], pages[1::2], False),
+        "interleaved slots": (pages[:, ::2], pages[:, 1::2], False),
+        "interleaved heads": (pages[:, :, ::2], pages[:, :, 1::2], False),
+        "no elements": (pages[..., :0], pages, False),
+        "regions with an order of their own": (key, value, False),
+        "one region with an order of its own": (key, key, True),
+        "a region that its order places elsewhere": (moved, key, False),
+        "the region where an order places another": (moved, value, True),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", pools())
+def test_groups_share_a_pool_of_memory(layout):
+    """Shadow pages are compared byte by byte, because groups may have other pages of the same memory."""
+    one, other, overlap = pools()[layout]
+    for first, second in ((one, other), (other, one)):
+        manager = staged_manager({"a": LayerCache.opaque(first), "b": LayerCache.opaque(second)}, None)
+        if overlap:
+            with pytest.raises(ValueError, match=r"^allocate: groups 'a' and 'b' share memory and must not share sh"):
+                manager.allocate()
+        else:
+            manager.allocate()
 
 
 def test_shadow_blocks_of_an_unknown_group():
