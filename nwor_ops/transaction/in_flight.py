@@ -327,7 +327,7 @@ class InFlightManager(DraftCommitManager):
         """After a settle that failed or was interrupted, ask the device whether its outcome was counted."""
         deferred = self._counting
         if deferred is not None and self._deferred.get(deferred.section) is deferred:
-            if self._uncounted_drafts(deferred) < self._planned_drafts(self._rows(deferred.section)):
+            if self._is_counted(self._uncounted_drafts(deferred), self._rows(deferred.section)):
                 self._settling.add(deferred)
             else:
                 self._settling.discard(deferred)

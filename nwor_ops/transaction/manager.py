@@ -394,8 +394,10 @@ class DraftCommitManager(Stateful[Layer]):
 
     def _undo_begin(self, window: Window) -> None:
         """Undo a begin that failed. The window counts as cancelled if it was planned. This can be repeated."""
-        self._ending = "begin"
-        planned = self._opening or (not is_capturing(self.buffers.counters) and int(self._uncounted_drafts()) > 0)
+        self._ending, counters = "begin", self.buffers.counters
+        planned = not has_no_data(counters) and (
+            self._opening or (not is_capturing(counters) and int(self._uncounted_drafts()) > 0)
+        )
         if planned:
             self.recovery.put_back(window, self._redirects)
             self._count_as_rejected()
@@ -754,7 +756,7 @@ class DraftCommitManager(Stateful[Layer]):
             self.recovery.forget(states)
 
     # The counters show on the device whether the drafts of a window are counted. Python cannot know it after a signal,
-    # which may arrive right after a launch. The answer synchronizes with the device.
+    # which may arrive right after a launch. The answer synchronizes with the device. Without data nothing is counted.
 
     def _determine_outcome(self, launch: Callable[..., None], *arguments: Any) -> None:
         """Launch the op that determines which drafts were accepted, and counts them."""
@@ -764,8 +766,12 @@ class DraftCommitManager(Stateful[Layer]):
 
     def _is_outcome_known(self) -> bool:
         if self._outcome_known is None:
-            self._outcome_known = bool(self._uncounted_drafts() < self._planned_drafts(slice(None)))
+            self._outcome_known = self._is_counted(self._uncounted_drafts(), slice(None))
         return self._outcome_known
+
+    def _is_counted(self, uncounted: Tensor, rows: slice) -> bool:
+        """Return whether the drafts in these log rows are counted, given the number of drafts that may not be."""
+        return not has_no_data(uncounted) and bool(uncounted < self._planned_drafts(rows))
 
     def _take_back_counts(self) -> None:
         """Uncount the outcome of this window's drafts, if it was counted."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
-from nwor_ops.kv_cache import LayerCache
+from nwor_ops.kv_cache import LayerCache, has_no_data
 from nwor_ops.torch_fixes import static, static_int
 from nwor_ops.transaction.counters import InterceptorStats, StagingStats
 from nwor_ops.transaction.state import State, Stateful
@@ -345,8 +345,14 @@ class StagingBuffer(Stateful[_StagedLayer]):
     # ------------------------------------------------------------ inside
 
     def _is_outcome_known(self) -> bool:
-        """Return whether the rows of this window are counted. After an interrupt, this synchronizes with the device."""
-        if self._launched is not None and torch.equal(self.counters[_WINDOWS : _WINDOWS + 1], self.window_id):
+        """Return whether the rows of this window are counted. After an interrupt, this synchronizes with the device.
+
+        Without data nothing is counted.
+        """
+        if (
+            self._launched is not None and not has_no_data(self.counters)
+            and torch.equal(self.counters[_WINDOWS : _WINDOWS + 1], self.window_id)
+        ):  # fmt: skip
             self._destinations = self._launched
         self._launched = None
         return self._destinations is not None

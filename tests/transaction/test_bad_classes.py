@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 from transactions import one_thread  # noqa: F401
 
 import nwor_ops
@@ -42,6 +43,7 @@ from nwor_ops.drafter import (
 from nwor_ops.drafter.graphs import tensors_in
 from nwor_ops.testing.layouts import same_memory, twin
 from nwor_ops.transaction.counters import Stats
+from nwor_ops.transaction.state import State
 
 REFUSALS = (TypeError, ValueError)
 NO_INTEGERS: tuple[Any, ...] = (None, 1.5, True, "8", [], torch.ones(1, dtype=torch.int64))
@@ -427,6 +429,71 @@ def test_invalid_arguments_of_calls_are_refused(mode, case):
         assert_refused_and_works(mode, method, name, value, sentence)
 
 
+def on_meta(value: Any) -> Any:
+    return tree_map(lambda leaf: leaf.to("meta") if torch.is_tensor(leaf) else leaf, value)
+
+
+def meta_manager(manager_of=DraftCommitManager, **limits) -> DraftCommitManager:
+    manager = manager_of(**limits | {"device": "meta"})
+    manager.register_layer("a", LayerCache.packed(torch.zeros(8, 4, 2, 16, device="meta")))
+    manager.register_layer("b", LayerCache.opaque(torch.zeros(8, 4, 1, 8, device="meta")))
+    manager.allocate()
+    return manager
+
+
+# Without data nothing tells whether a window was planned or counted.
+META_WINDOWS: dict[str, Any] = {
+    "query_start_loc": torch.arange(3),
+    "cu_num_draft_tokens": torch.arange(2),
+    "slot_mappings": {"default": int32(0, 1, 4, 5)},
+}
+META_STAGED_WINDOWS: dict[str, Any] = {
+    "seq_lens": torch.arange(2),
+    "block_tables": {"default": torch.zeros(2, 2, dtype=torch.int64)},
+    "request_states": torch.zeros(2),
+}
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_windows_without_data(mode):
+    manager, window = meta_manager(**STAGE | {"mode": mode}), on_meta(new_window())
+    for field, value in (META_WINDOWS | (META_STAGED_WINDOWS if mode == "stage" else {})).items():
+        with pytest.raises(REFUSALS, match=rf"^begin: window.*{field}"):
+            manager.begin(window._replace(**{field: on_meta(value)}))
+        assert manager.state is State.CLOSED
+    for call, arguments in steps(manager, window).values():
+        call(**on_meta(arguments))
+    assert manager.state is State.CLOSED
+
+
+@pytest.mark.parametrize("end", ["commit", "commit_rejected", "cancel", "abandon"])
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_commits_without_data(mode, end):
+    manager, window = meta_manager(**STAGE | {"mode": mode}), on_meta(new_window())
+    good = {"commit": (torch.tensor([5, 6]), torch.tensor([[5, 9], [8, -1]])), "commit_rejected": (int32(0, 1),)}
+    for _ in range(3):  # bound calls serve the third window
+        manager.begin(window)
+        for bad, arguments in good.items():
+            with pytest.raises(REFUSALS, match=r"^\w+: \w+ must have dtype"):
+                getattr(manager, bad)(*on_meta([tensor.double() for tensor in arguments]))
+        assert manager.state is State.OPEN
+        getattr(manager, end)(*on_meta(good.get(end, ())))
+        assert manager.state is State.CLOSED
+
+
+def test_deferred_windows_without_data():
+    manager = meta_manager(lambda **limits: InFlightManager(windows=2, **limits), **MANAGER)
+    for end in (manager.settle, manager.cancel_deferred, manager.forget):
+        manager.begin(on_meta(new_window()))
+        deferred = manager.defer()
+        with pytest.raises(TypeError, match="num_rejected must have dtype"):
+            manager.settle(deferred, on_meta(torch.zeros(2)))
+        assert manager.in_flight == 1
+        end(deferred, *([on_meta(int32(0, 1))] if end == manager.settle else []))
+        assert manager.in_flight == 0
+    manager.begin(on_meta(new_window()))
+
+
 def test_a_token_offset_of_fewer_tokens():
     """It fits with as many tokens as are left, and not with one more."""
     for mode in ("cow", "stage"):
@@ -693,6 +760,26 @@ def test_a_staged_commit_that_failed_between_two_layers(commits_fail, layer, aga
         assert same_memory(*([s.cache.planes[0].view for s in b._layers.values()] for b in (buffer, untroubled)))
     assert buffer.stats() == untroubled.stats()
     assert (buffer.stats().windows, buffer.stats().staged) == (1, 4)
+
+
+@pytest.mark.parametrize("end", ["commit", "reject"])
+def test_a_staged_commit_that_failed_without_data(monkeypatch, end):
+    buffer = StagingBuffer(**STAGING | {"device": "meta"})
+    buffer.register_layer("a", LayerCache.packed(torch.zeros(8, 4, 2, 16, device="meta")))
+    buffer.allocate()
+    buffer.begin(torch.arange(2, device="meta"))
+    accepted = torch.ones(2, dtype=torch.bool, device="meta")
+
+    def fail(*arguments):
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nwor_ops.ops, "accept_staged", fail)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            buffer.commit(accepted)
+    assert buffer.state is State.OPEN
+    getattr(buffer, end)(*([accepted] if end == "commit" else []))
+    assert buffer.state is State.CLOSED
 
 
 def test_a_commit_that_is_refused_does_not_move_the_next_one():
