@@ -62,7 +62,7 @@ class VllmStateAudit(StepListener):
     def __init__(self, names: Mapping[int, str], groups: Sequence[RecurrentGroup], blocks_stay: bool = True) -> None:
         self._names, self._groups, self._blocks_stay = names, groups, blocks_stay
         self._kept: dict[tuple[str, int], Tensor] = {}  # by layer and first block: the states after each token
-        self._num_kept: dict[int, int] = {}  # by first block: number of tokens that were sampled
+        self._num_sampled: dict[int, int] = {}  # by first block: number of tokens that were sampled
         self._windows: list[int] = []  # first blocks of the step's windows, in the order of the batch
         self._with_drafts: list[int] = []  # requests with drafts, in the order of the batch
         self._counts = Counter(steps=0, windows=0, states_compared=0, states_computed=0)
@@ -99,7 +99,7 @@ class VllmStateAudit(StepListener):
             return
         counts = num_sampled()
         for place, block in enumerate(windows):  # those of one group after those of another
-            self._num_kept[block] = counts[self._with_drafts[place % len(self._with_drafts)]]
+            self._num_sampled[block] = counts[self._with_drafts[place % len(self._with_drafts)]]
 
     def drop(self) -> None:
         windows, self._windows = self._windows, []
@@ -108,7 +108,7 @@ class VllmStateAudit(StepListener):
     def _forget(self, blocks: Iterable[int]) -> None:
         gone = set(blocks)
         for block in gone:
-            self._num_kept.pop(block, None)
+            self._num_sampled.pop(block, None)
         for name, block in [key for key in self._kept if key[1] in gone]:
             del self._kept[name, block]
 
@@ -124,7 +124,7 @@ class VllmStateAudit(StepListener):
         windows = call.windows()
         read = []
         for window in windows:
-            self._compare_start(name, window.blocks, window.num_accepted, states)
+            self._compare_start(name, window.blocks, window.num_kept, states)
             read.append(states[window.source].float().clone())  # the kernel may overwrite it
         out = compute()
         if not any(window.blocks[0] in self._windows for window in windows):
@@ -137,7 +137,7 @@ class VllmStateAudit(StepListener):
         return out
 
     def _compare_start(self, name: str, blocks: list[int], count: int, states: Tensor) -> None:
-        kept, sampled = self._kept.get((name, blocks[0])), self._num_kept.get(blocks[0])
+        kept, sampled = self._kept.get((name, blocks[0])), self._num_sampled.get(blocks[0])
         if kept is None or sampled is None or not self._blocks_stay:
             return
         where = f"{self._where} of layer {name}, request in block {blocks[0]}"
@@ -175,14 +175,14 @@ class _Window:
     """A request's tokens in a call, and the blocks for the state after each of them."""
 
     blocks: list[int]
-    num_accepted: int
+    num_kept: int
     start: int
     end: int
 
     @property
     def source(self) -> int:
         """The block that the layer continues from."""
-        return self.blocks[self.num_accepted - 1]
+        return self.blocks[self.num_kept - 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,7 @@ class LayerCall:
         k, v: keys and values, ``[tokens, heads, width]``.
         states: a view of the cache, ``[blocks, value heads, dk, dv]``.
         blocks: blocks of each request, ``[requests, K + 1]``. The kernel may have more rows than requests.
-        num_accepted: number of tokens of each request's last window that stay.
+        num_kept: number of tokens of each request's last window that stay.
         starts: first token of each request, and the end of the last one.
         normalize: whether the kernel divides keys by their norm.
     """
@@ -208,7 +208,7 @@ class LayerCall:
     v: Tensor
     states: Tensor
     blocks: Tensor
-    num_accepted: Tensor
+    num_kept: Tensor
     starts: Tensor
     normalize: bool = True
 
@@ -220,7 +220,7 @@ class LayerCall:
             **shared,
             states=arguments["initial_state_source"],
             blocks=arguments["spec_state_indices"],
-            num_accepted=arguments["num_accepted_tokens"],
+            num_kept=arguments["num_accepted_tokens"],
             starts=arguments["cu_seqlens"],
             normalize=arguments["use_qk_l2norm_in_kernel"],
         )
@@ -235,7 +235,7 @@ class LayerCall:
             v=arguments["v"][0],
             states=arguments["initial_state"].mT,
             blocks=arguments["ssm_state_indices"],
-            num_accepted=arguments["num_accepted_tokens"],
+            num_kept=arguments["num_accepted_tokens"],
             starts=arguments["cu_seqlens"],
             normalize=arguments["use_qk_l2norm_in_kernel"],
         )
@@ -256,16 +256,16 @@ class LayerCall:
             v=v.unflatten(1, (-1, dv)),
             states=layer.kv_cache[1].mT,
             blocks=metadata.spec_state_indices_tensor[:requests],
-            num_accepted=metadata.num_accepted_tokens[:requests],
+            num_kept=metadata.num_accepted_tokens[:requests],
             starts=metadata.spec_query_start_loc[: requests + 1],
         )
 
     def windows(self) -> list[_Window]:
         """Return the windows. Padded rows and runs without a cache name block 0, and the kernel skips them."""
         starts = self.starts.tolist()
-        rows = zip(self.blocks.tolist(), self.num_accepted.tolist(), starts, starts[1:], strict=False)
-        found = [_Window(blocks, accepted, start, end) for blocks, accepted, start, end in rows if end > start]
-        return [window for window in found if window.num_accepted > 0 and window.source > _NULL_BLOCK]
+        rows = zip(self.blocks.tolist(), self.num_kept.tolist(), starts, starts[1:], strict=False)
+        found = [_Window(blocks, num_kept, start, end) for blocks, num_kept, start, end in rows if end > start]
+        return [window for window in found if window.num_kept > 0 and window.source > _NULL_BLOCK]
 
 
 class _Inputs:
