@@ -198,8 +198,8 @@ def test_an_error_in_the_report_does_not_stop_the_engine(caplog: pytest.LogCaptu
     assert record.getMessage() == "nwor: it is not known which features are active in the workers"
 
 
-def test_nothing_is_asked_if_nothing_is_switched_on() -> None:
-    def ask(question: Any) -> Any:
-        raise AssertionError
-
-    presence.report(SimpleNamespace(additional_config={}, speculative_config=object()), ask, logging.getLogger("nwor"))
+def test_nothing_is_asked_if_nothing_is_switched_on(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[Any] = []
+    config = SimpleNamespace(additional_config={}, speculative_config=object())
+    presence.report(config, lambda question: asked.append(question) or [], logging.getLogger("nwor"))
+    assert (asked, caplog.records) == ([], [])
