@@ -28,6 +28,7 @@ from nwor_ops.cli.bench_picture import draw_loads
 from nwor_ops.cli.bench_report import Finding, Load, as_dict, print_loads
 from nwor_ops.cli.files import not_written
 from nwor_ops.cli.progress import Tasks
+from nwor_ops.cli.versions import imported_versions
 from nwor_ops.config import is_ours
 from nwor_ops.testing.server import Server, ServerFailed
 
@@ -319,7 +320,7 @@ def _describe(options: BenchOptions, config: Any, servers: Servers, loads: Seque
         "feature": options.feature_name,
         "control": options.control,
         "model": config.model_config.model,
-        "versions": _versions(),
+        "versions": imported_versions(),
         "device": _device(config),
         "memory": "whole, started in turn" if options.restart else "shared, both started once",
         "traffic": {
@@ -334,20 +335,6 @@ def _describe(options: BenchOptions, config: Any, servers: Servers, loads: Seque
             side: {"arguments": servers.arguments_of(side), "environment": options.settings(side)} for side in SIDES
         },
         "loads": [as_dict(load) for load in loads],
-    }
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import vllm
-
-    import nwor_ops
-
-    return {
-        "nwor_ops": nwor_ops.__version__,
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
     }
 
 

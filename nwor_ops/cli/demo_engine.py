@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
+from nwor_ops.cli.versions import imported_versions
+
 MOST_STEPS = 20_000
 
 
@@ -130,19 +132,9 @@ class DemoEngine:
 
     def versions(self) -> dict[str, str]:
         import torch
-        import vllm
-
-        import nwor_ops
 
         cpu = f"{os.cpu_count()} CPU cores ({platform.machine()})"
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
-        return {
-            "nwor_ops": nwor_ops.__version__,
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": device,
-        }
+        return imported_versions() | {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu}
 
 
 def _sessions() -> list[Any]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import platform
 import random
 import sys
 import time
@@ -24,6 +23,7 @@ from collections import Counter
 from typing import Any
 
 from nwor_ops.cli.demo_engine import serve
+from nwor_ops.cli.versions import imported_versions
 from nwor_ops.config import NworConfig
 
 MOST_CLIENTS = 32
@@ -56,17 +56,7 @@ class AuditedEngine:
         self._seen: list[list[int]] = []
 
     def versions(self) -> dict[str, Any]:
-        import torch
-        import vllm
-
-        import nwor_ops
-
-        return {
-            "nwor_ops": nwor_ops.__version__,
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
+        return imported_versions()
 
     def answer(self, line: str) -> dict[str, Any]:
         command, *numbers = line.split()
