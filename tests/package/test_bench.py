@@ -349,7 +349,7 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
     assert "core initialization" in error_of(log.splitlines()[-1])  # nothing better is known
 
 
-def test_a_second_interrupt_does_not_leave_a_server_behind(tmp_path: pathlib.Path) -> None:
+def test_a_second_interrupt_does_not_leave_a_server_behind() -> None:
     """Ctrl-C while the servers are being stopped is ignored."""
     program = """
 import os, pathlib, signal, sys

@@ -312,14 +312,6 @@ class Counted:
         return dict(self.eager)
 
 
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """Return a folder for counters; no thread reads anything."""
-    monkeypatch.setenv(transport.DIRECTORY_VARIABLE, str(tmp_path / "private"))
-    monkeypatch.setattr(transport, "PERIOD", 3600)
-    return tmp_path / "private"
-
-
 def start_counting(speculator: Counted, **settings: Any) -> None:
     config = engine_config(
         instance_id="i",

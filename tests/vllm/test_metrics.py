@@ -639,14 +639,6 @@ def test_dropped_totals_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---------------------------------------------------------------- from the device to Prometheus
 
 
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Of files; no thread looks at anything."""
-    monkeypatch.setenv(transport.DIRECTORY_VARIABLE, str(tmp_path / "private"))
-    monkeypatch.setattr(transport, "PERIOD", 3600)
-    return tmp_path / "private"
-
-
 def _publisher(session: CountedSession, *warming_up: Any) -> SessionPublisher:
     return SessionPublisher(session, CounterFile("worker", _config()), logging.getLogger(), *warming_up)
 
