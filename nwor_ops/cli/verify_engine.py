@@ -33,7 +33,9 @@ REMEMBERED = 50  # prompts that may come again
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 1.0)
 # Defaults of a GPU engine, which the user's arguments override. The audit keeps copies of the whole cache and compares
 # all of it at each step. A small cache fits neither a long context nor the states of a thousand requests.
-SMALL_ENGINE = {"kv_cache_memory_bytes": 1 << 29, "max_num_seqs": 64, "max_model_len": -1}  # -1: as long as fits
+SMALL_ENGINE = {"kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 16, "max_model_len": -1}  # -1: as long as fits
+# Mode stage needs a fixed length, because a request that just fits in the whole cache leaves no block for shadow pages.
+STAGE_LENGTH = 1024
 
 
 class InvalidArguments(ValueError):
@@ -143,7 +145,8 @@ class AuditedEngine:
 
     @property
     def _room(self) -> int:
-        return max(1, min(LONGEST_PROMPT, self._longest // 2 - 1))
+        """The most tokens of a prompt, so that the answer fits too."""
+        return max(1, min(LONGEST_PROMPT, max(self._longest // 2, self._longest - MOST_TOKENS) - 1))
 
     def _random_tokens(self) -> list[int]:
         """Return tokens that repeat themselves, so that a lookup of n-grams finds proposals. Ids at the ends of a
@@ -176,8 +179,13 @@ def read_arguments(arguments: list[str]) -> Any:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            asked = engine_arguments(arguments, **(SMALL_ENGINE if current_platform.is_cuda() else {}))
+            defaults = SMALL_ENGINE if current_platform.is_cuda() else {}
+            asked = engine_arguments(arguments, **defaults)
             config = configuration(asked)
+            if defaults and NworConfig.load(config.additional_config).mode == "stage":
+                length = min(STAGE_LENGTH, config.model_config.max_model_len)  # of the model, or of the arguments
+                asked = engine_arguments(arguments, **defaults | {"max_model_len": length})
+                config = configuration(asked)
             if asked.compilation_config.cudagraph_mode is None and _hides_states_of_vanilla(config):
                 asked.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode).PIECEWISE
                 with contextlib.suppress(InvalidEngine):  # adaptive verification needs FULL graphs

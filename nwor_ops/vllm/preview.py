@@ -258,6 +258,8 @@ def look(arguments: Sequence[str], cache_bytes: int | None = None, machine: Mach
             except Exception as error:
                 costs, costs_unknown = {}, f"{feature}: {_first_sentence(error)}"
             at_start = _AT_START[feature]
+            if feature == STAGE and (layers is None or not layers.size_is_known):
+                at_start += ("the cache must hold the shadow pages and one request of the maximum length",)
             if not machine.is_here:
                 at_start += ("the compiled library and the version of vLLM on that machine",)
             if not machine.modules_import:

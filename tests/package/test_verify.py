@@ -23,6 +23,7 @@ from nwor_ops import ops
 from nwor_ops.cli import verify, verify_archive
 from nwor_ops.cli.verify import InvalidOptions, Outcome, VerifyOptions, check_options, run_verify
 from nwor_ops.cli.verify_archive import Redaction, allowed_environment, write_archive
+from nwor_ops.cli.verify_engine import LONGEST_PROMPT, MOST_TOKENS, AuditedEngine
 from nwor_ops.testing.engine_process import EngineProcess
 
 
@@ -125,6 +126,17 @@ def test_the_command(arguments, code, printed, tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------- the engine
+
+
+def test_a_prompt_leaves_room_for_its_answer() -> None:
+    """The longest answer has 64 tokens, or half of the engine's limit."""
+    engine = object.__new__(AuditedEngine)
+    room = {}
+    for engine._longest in range(4, 3000):
+        room[engine._longest] = engine._room
+        assert engine._room + min(MOST_TOKENS, engine._longest // 2) < engine._longest
+    assert (room[1024], room[2999]) == (959, LONGEST_PROMPT)
+
 
 # It answers as verify_engine does, without its imports.
 ANSWERS = """

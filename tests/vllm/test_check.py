@@ -17,7 +17,7 @@ from engines import ENGINE, NGRAM, Engines, model_folder, prompts
 from test_hybrid import QWEN3_NEXT
 
 from nwor_ops.cli.check import Outcome, as_json, outcome_of, print_preview
-from nwor_ops.cli.verify_engine import SMALL_ENGINE
+from nwor_ops.cli.verify_engine import SMALL_ENGINE, STAGE_LENGTH
 from nwor_ops.vllm.preview import Prediction, Preview, Reason, configure, look
 from nwor_ops.vllm.support.refusals import REFUSALS
 
@@ -33,6 +33,10 @@ CONNECTOR = {
     "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.example_connector",
     "kv_role": "kv_both",
 }
+
+
+# A start decides this if the size of the cache is unknown.
+ROOM = "the cache must hold the shadow pages and one request of the maximum length"
 
 
 def looked(arguments: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
@@ -51,6 +55,7 @@ def test_the_costs_are_those_of_the_engine(engines: Engines, mode: str) -> None:
     assert (found["exit_code"], found["costs_unknown"]) == (0, None)
     prediction = predictions(found)[mode]
     assert (prediction["switched_on"], prediction["runs"], prediction["reasons"]) == (True, True, [])
+    assert ROOM not in prediction["at_start"]
     described, costs = engine.result()["session"]["describe"], prediction["costs"]
     if mode == "cow":
         assert f"log {costs['undo_log_bytes'] / 2**20:.1f} MiB" in described
@@ -107,7 +112,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def lines_of(code: str, several: list[list[str]], **environment: str) -> list[str]:
+def lines_of(code: str, several: list[list[Any]], **environment: str) -> list[str]:
     """Run the code in a subprocess with the arguments of several engines. Return the lines that it prints."""
     command = [sys.executable, "-c", code, json.dumps(several)]
     variables = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"} | environment
@@ -136,6 +141,7 @@ def test_a_gpu_that_is_not_here_is_configured_as_if_it_were(tmp_path: pathlib.Pa
     assert prediction["costs"]["graphs_at_most"] == 2 * len(counts)
     assert counts[-1] == 1
     assert any("cannot be compared for CUDA" in line for line in prediction["at_start"])
+    assert ROOM in predictions(graphed)["stage"]["at_start"]
     [reason] = predictions(eager)["draft graphs"]["reasons"]
     assert (eager["exit_code"], reason["change"]) == (3, "without --enforce-eager; --compilation-config")
     [reason] = predictions(offloaded)["draft graphs"]["reasons"]
@@ -166,6 +172,53 @@ def test_verify_lets_the_audit_of_vanillas_states_see_each_step() -> None:
     ]
     found = lines_of(CONFIGURED, [arguments for arguments, _ in cases], VLLM_NWOR_AUDIT="1")
     assert found == [mode for _, mode in cases]
+
+
+# The KV cache of a model that is not here: its attention and recurrent layers, each with (block size, KV heads, width).
+PLANNED = """
+import json, sys
+import torch
+from vllm.v1 import kv_cache_interface
+from nwor_ops.vllm import preview
+preview.describe_gpu((9, 0), 80 << 30)
+from nwor_ops.cli.verify_engine import read_arguments
+from nwor_ops.vllm.transaction.shadow_blocks import shadow_blocks
+for arguments, full, sliding, recurrent, (size, heads, width) in json.loads(sys.argv[1]):
+    config = read_arguments(arguments)
+    attention = {"block_size": size, "num_kv_heads": heads, "head_size": width, "dtype": torch.bfloat16}
+    of_full = kv_cache_interface.FullAttentionSpec(**attention)
+    of_sliding = kv_cache_interface.SlidingWindowSpec(**attention, sliding_window=1024)
+    drafts = config.speculative_config.num_speculative_tokens
+    states = kv_cache_interface.MambaSpec(
+        block_size=config.model_config.max_model_len, shapes=((64,),), dtypes=(torch.float32,),
+        page_size_padded=of_full.page_size_bytes, num_speculative_blocks=drafts,
+    )
+    specs = {f"{kind}.{layer}": spec
+             for kind, spec, layers in (("f", of_full, full), ("s", of_sliding, sliding), ("r", states, recurrent))
+             for layer in range(layers)}
+    config.cache_config.kv_cache_layout = "LBHNC"
+    cache = preview._plan_cache(config, specs, config.cache_config.kv_cache_memory_bytes)
+    shadow_blocks(config, cache)
+    print(config.model_config.max_model_len)
+"""
+
+
+@pytest.mark.long
+def test_verify_starts_ordinary_models_in_mode_stage() -> None:
+    """Qwen3-8B, Llama-2-7B, Gemma-3-27B and Qwen3.5-9B have these layers. The last model has a short context."""
+    models: list[tuple[int, list[Any]]] = [
+        (40960, [36, 0, 0, (16, 8, 128)]),
+        (4096, [32, 0, 0, (16, 32, 128)]),
+        (131072, [10, 52, 0, (16, 16, 128)]),
+        (262144, [8, 0, 24, (544, 4, 256)]),
+        (256, [36, 0, 0, (16, 8, 128)]),
+    ]
+    cases = [
+        [[model_folder(max_position_embeddings=length), "--skip-tokenizer-init", *SPECULATION], *layers]
+        for length, layers in models
+    ]
+    found = lines_of(PLANNED, cases, VLLM_NWOR_MODE="stage")
+    assert found == [str(min(STAGE_LENGTH, length)) for length, _ in models]
 
 
 # ---------------------------------------------------------------- the command
@@ -239,5 +292,5 @@ def test_arguments_override_the_defaults_of_a_small_engine() -> None:
     words = [model_folder(), "--skip-tokenizer-init"]
     small = configure(words, **SMALL_ENGINE)
     given = configure([*words, "--max-num-seqs", "8", "--max-model-len", "64"], **SMALL_ENGINE)
-    assert (small.scheduler_config.max_num_seqs, given.scheduler_config.max_num_seqs) == (64, 8)
+    assert (small.scheduler_config.max_num_seqs, given.scheduler_config.max_num_seqs) == (16, 8)
     assert (small.model_config.original_max_model_len, given.model_config.max_model_len) == (-1, 64)

@@ -194,7 +194,8 @@ SMALL_CACHE = Refusal(
     "a cache too small for the shadow pages and one request of max_model_len tokens", "the message gives the numbers",
     message="mode stage withholds {withheld} blocks ({groups} groups, {requests} requests of up to {drafts} drafts in "
     "blocks of {block_size}) of the {num_blocks} that the cache has; of the {left} left a request of {max_model_len} "
-    "tokens needs {needed}: give the cache more memory, or lower max_num_seqs or max_model_len", modes=("stage",),
+    "tokens needs {needed}: give the cache more memory, or lower max_num_seqs or max_model_len (more memory does not "
+    "help with --max-model-len auto, which takes all of it: give a length)", modes=("stage",),
     change="--max-num-seqs, --max-model-len")
 SCHEDULER = Refusal(
     "a scheduler that is not vLLM's", "it could give the shadow pages to requests",
