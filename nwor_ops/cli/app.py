@@ -192,6 +192,13 @@ class Feature(str, enum.Enum):
     RECURRENT = "recurrent"
 
 
+class Form(str, enum.Enum):
+    """Forms of recurrent states."""
+
+    EXACT = "exact"
+    CHUNK = "chunk"
+
+
 @app.command()
 def bench(
     feature: Annotated[Feature, typer.Argument(help="The feature to measure.")],
@@ -199,6 +206,7 @@ def bench(
         list[str], typer.Argument(metavar="-- ARGS...", help="The arguments of vllm serve, for both sides.")
     ],
     mode: Annotated[Mode, typer.Option(help="Mode of the transaction.")] = Mode.COW,
+    form: Annotated[Form, typer.Option(help="Form of the recurrent states.")] = Form.EXACT,
     requests: Annotated[str, typer.Option(help="Loads: how many requests run at a time.")] = "1,16,64",
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each load and side; a conclusion needs at least 6.")] = 6,
     seconds: Annotated[float, typer.Option(min=0.1, callback=_finite, help="Length of a run of vanilla vLLM.")] = 20.0,
@@ -248,6 +256,7 @@ def bench(
             arguments=tuple(arguments),
             output=output,
             mode=mode.value,
+            form=form.value,
             requests=parse_requests(requests),
             rounds=rounds,
             seconds=seconds,

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from nwor_ops.cli.bench_client import OUTPUT_TOKENS, Client, Run
-from nwor_ops.cli.bench_options import OURS, RANDOM, SIDES, VANILLA, BenchOptions
+from nwor_ops.cli.bench_options import OURS, RANDOM, RECURRENT, SIDES, VANILLA, BenchOptions, check_form
 from nwor_ops.cli.bench_picture import draw_loads
 from nwor_ops.cli.bench_report import Finding, Load, as_dict, print_loads
 from nwor_ops.cli.files import not_written
@@ -122,6 +122,7 @@ def _prepare(options: BenchOptions) -> Any:
     os.environ.update(options.settings(OURS))
     try:
         config = preview.configure(options.arguments)
+        check_form(options, config.additional_config, found)
         predictions = () if options.control else preview.look(options.arguments).predictions
     except preview.InvalidEngine as error:
         raise Stopped(Outcome.ENGINE, f"vLLM refuses these arguments: {error}") from None
@@ -318,6 +319,7 @@ def _describe(options: BenchOptions, config: Any, servers: Servers, loads: Seque
         "exit_code": (Outcome.MEASURED if comparable else Outcome.NOT_COMPARABLE).value,
         "command": shlex.join(["nwor-ops", *sys.argv[1:]]),
         "feature": options.feature_name,
+        "form": options.form if options.feature == RECURRENT else None,
         "control": options.control,
         "model": config.model_config.model,
         "versions": imported_versions(),

@@ -7,21 +7,23 @@ import pathlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nwor_ops.cli.files import lines_of, make_folder, parse_json
-from nwor_ops.config import SWITCH, is_ours
+from nwor_ops.config import SWITCH, NworConfig, is_ours
 
 VANILLA, OURS = "vanilla", "nwor"
 SIDES = (VANILLA, OURS)
 RANDOM = "random"
 TRANSACTION, DRAFT, RECURRENT = "transaction", "draft", "recurrent"
+_FORM = "VLLM_NWOR_RECURRENT"
 # Every setting that could differ between the sides. The environment wins over --additional-config.
 _ALL_OFF = {
     SWITCH: "on",
     "VLLM_NWOR_MODE": "off",
     "VLLM_NWOR_AUDIT": "0",
     "VLLM_NWOR_DRAFT_GRAPHS": "0",
-    "VLLM_NWOR_RECURRENT": "0",
+    _FORM: "0",
     "VLLM_NWOR_ON_UNSUPPORTED": "error",
     "VLLM_NWOR_EMIT_METRICS": "1",
 }
@@ -34,6 +36,8 @@ class BenchOptions:
     Attributes:
         feature: ``"transaction"``, ``"draft"`` or ``"recurrent"``.
         arguments: the arguments of ``vllm serve``, for both sides.
+        mode: of the transaction, ``"cow"`` or ``"stage"``.
+        form: of recurrent states, ``"exact"`` or ``"chunk"``.
         output_tokens: per request. None: 256, or the numbers in the file of prompts.
         vanilla_environment: variables of the vanilla server, on top of this process's.
     """
@@ -42,6 +46,7 @@ class BenchOptions:
     arguments: tuple[str, ...]
     output: pathlib.Path
     mode: str = "cow"
+    form: str = "exact"
     requests: tuple[int, ...] = (1, 16, 64)
     rounds: int = 6
     seconds: float = 20.0
@@ -63,7 +68,8 @@ class BenchOptions:
     @property
     def titles(self) -> dict[str, str]:
         """A name of each side, for output."""
-        return {VANILLA: VANILLA, OURS: "vanilla again" if self.control else self.feature_name}
+        ours = f"{self.feature_name} ({self.form})" if self.feature == RECURRENT else self.feature_name
+        return {VANILLA: VANILLA, OURS: "vanilla again" if self.control else ours}
 
     @property
     def switch(self) -> dict[str, str]:
@@ -71,7 +77,7 @@ class BenchOptions:
         return {
             TRANSACTION: {"VLLM_NWOR_MODE": self.mode},
             DRAFT: {"VLLM_NWOR_DRAFT_GRAPHS": "1"},
-            RECURRENT: {"VLLM_NWOR_RECURRENT": "1"},
+            RECURRENT: {_FORM: self.form},
         }[self.feature]
 
     @property
@@ -80,7 +86,7 @@ class BenchOptions:
         return {
             TRANSACTION: ("transaction", self.mode),
             DRAFT: ("draft_graphs", "on"),
-            RECURRENT: ("recurrent", "exact"),
+            RECURRENT: ("recurrent", self.form),
         }[self.feature]
 
     def settings(self, side: str) -> dict[str, str]:
@@ -148,6 +154,28 @@ def check_options(options: BenchOptions) -> None:
     if options.prompts != RANDOM:
         _check_prompts(pathlib.Path(options.prompts), options.output_tokens is not None)
     make_folder(options.output)
+
+
+def check_form(options: BenchOptions, additional_config: Any, environment: Mapping[str, str]) -> None:
+    """Check that the settings of the user's server do not ask for another form of recurrent states.
+
+    Args:
+        options: the options of the command.
+        additional_config: vLLM's ``additional_config``.
+        environment: the variables of this process. Those that the servers ignore are ignored here too.
+
+    Raises:
+        ValueError: they ask for another form; the message is a sentence.
+    """
+    if options.feature != RECURRENT or options.control:
+        return
+    variable = {_FORM: environment[_FORM]} if _FORM in environment else {}
+    asked = NworConfig.load(additional_config, variable).form
+    if asked not in ("off", options.form):
+        raise ValueError(
+            f"--form: {options.form} would be measured, but {_FORM if variable else '--additional-config'} asks for "
+            f"{asked}; use the same form in both, or remove that setting"
+        )
 
 
 def _check_prompts(path: pathlib.Path, has_length: bool) -> None:

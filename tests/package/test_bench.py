@@ -6,12 +6,14 @@ tests/vllm/test_bench_servers.py runs the command with real servers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -31,7 +33,15 @@ from typer.testing import CliRunner
 from nwor_ops.cli import bench, bench_options
 from nwor_ops.cli.app import app
 from nwor_ops.cli.bench_client import Run
-from nwor_ops.cli.bench_options import OURS, VANILLA, BenchOptions, check_options, parse_requests, parse_variables
+from nwor_ops.cli.bench_options import (
+    OURS,
+    VANILLA,
+    BenchOptions,
+    check_form,
+    check_options,
+    parse_requests,
+    parse_variables,
+)
 from nwor_ops.cli.bench_report import Finding, Load, as_dict, interval_of_median, print_loads, remarks, sentence
 from nwor_ops.cli.progress import Tasks
 
@@ -263,6 +273,43 @@ def test_the_sides_differ_in_the_feature_only(tmp_path: pathlib.Path, monkeypatc
         assert (options.arguments_of(VANILLA), options.arguments_of(OURS)) == (["MODEL", "--more"], ["MODEL"])
         control = BenchOptions(feature, ("MODEL",), tmp_path, control=True).environment(OURS)
         assert NworConfig.load(additional, control) == NworConfig()
+
+
+def test_the_form_is_measured_and_named(tmp_path: pathlib.Path) -> None:
+    from nwor_ops.config import NworConfig
+
+    for form in ("exact", "chunk"):
+        options = BenchOptions("recurrent", ("MODEL",), tmp_path, form=form)
+        assert NworConfig.load({}, options.environment(OURS)).form == form
+        assert options.titles[OURS] == f"one state ({form})"
+        assert options.label == ("recurrent", form)
+
+
+@pytest.mark.parametrize(
+    ("form", "variable", "setting", "asked"),
+    [
+        ("exact", "chunk", None, "VLLM_NWOR_RECURRENT asks for chunk"),
+        ("chunk", "1", None, "VLLM_NWOR_RECURRENT asks for exact"),
+        ("exact", None, "chunk", "--additional-config asks for chunk"),
+        ("chunk", "exact", "chunk", "VLLM_NWOR_RECURRENT asks for exact"),  # the environment wins
+        ("exact", "exact", "chunk", None),
+        ("exact", "0", None, None),
+        ("chunk", "chunk", None, None),
+        ("chunk", None, None, None),
+    ],
+)
+def test_settings_of_another_form_are_refused(
+    form: str, variable: str | None, setting: str | None, asked: str | None, tmp_path: pathlib.Path
+) -> None:
+    """Other variables are ignored, as in the servers."""
+    environment = {"VLLM_NWOR_MODE": "neither"} | ({"VLLM_NWOR_RECURRENT": variable} if variable else {})
+    additional = {"nwor": {"recurrent": setting}} if setting else {}
+    options = BenchOptions("recurrent", ("MODEL",), tmp_path, form=form)
+    sentence = f"--form: {form} would be measured, but {asked}; use the same form in both, or remove that setting"
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$") if asked else contextlib.nullcontext():
+        check_form(options, additional, environment)
+    check_form(dataclasses.replace(options, feature="draft"), additional, environment)
+    check_form(dataclasses.replace(options, control=True), additional, environment)
 
 
 # ---------------------------------------------------------------- servers

@@ -64,6 +64,14 @@ def test_what_the_plugin_refuses_is_refused_with_its_reason(engines: Engines) ->
     )
 
 
+def test_settings_of_another_form_are_refused_before_a_server_starts(engines: Engines) -> None:
+    arguments = [model_folder(), *ARGUMENTS, "--additional-config", json.dumps({"nwor": {"recurrent": "chunk"}})]
+    outcome, message, _ = engines.submit(prepared, arguments, "recurrent").result()
+    assert outcome == Outcome.INVALID.name
+    assert message.startswith("--form: exact would be measured, but --additional-config asks for chunk;")
+    assert engines.submit(prepared, arguments, "recurrent", {"form": "chunk"}).result()[0] == Outcome.REFUSED.name
+
+
 def test_both_servers_share_the_memory_unless_they_are_started_in_turn(engines: Engines) -> None:
     arguments = [model_folder(), *ARGUMENTS, *SPECULATION, "--gpu-memory-utilization", "0.7"]
     assert engines.submit(prepared, arguments, "transaction").result() == ("", "", ["--gpu-memory-utilization", "0.35"])
