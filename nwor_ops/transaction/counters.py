@@ -122,7 +122,7 @@ class EngineStats:
         host_seconds: time that the host spent to begin and commit the windows. With an audit, its time is included.
         draft_host_seconds: time that the host spent in ``draft_graph_replays``.
         one_state_host_seconds: time that the host spent to plan windows and to fold states before prompts.
-        one_state_steps: steps with windows and one recurrent state per request, including warm-up.
+        one_state_steps: steps with windows and one recurrent state per request.
         one_state_skipped_requests: requests that such a step skipped, because their accepted count was invalid. Their
             outputs are zeros. Each request counts once per step and KV-cache group. Any value above 0 is a fault.
 

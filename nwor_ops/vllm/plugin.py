@@ -10,7 +10,7 @@ installs an import hook instead, which patches these modules after their first i
 - The V2 runner's module, in addition: ``init_speculator`` (:mod:`nwor_ops.vllm.drafter.plugin`).
 - The scheduler's module, for mode ``"stage"`` (:mod:`nwor_ops.vllm.transaction.shadow_blocks`) and the metrics.
 - The GPU worker, which tells the transaction that it goes to sleep.
-- The V2 runner's warm-up, for mode ``"stage"`` and the audit.
+- The V2 runner's warm-up, for mode ``"stage"``, the audit and the counters of the host.
 - vLLM's metrics loggers, for the metrics.
 - The engine core, which asks its workers for their features (:mod:`nwor_ops.vllm.presence`).
 
@@ -184,8 +184,21 @@ def _patch_warmup_module(module: ModuleType) -> None:
 
         return warmup_kernels
 
+    def uncounted(warm_up: Callable[..., Any]) -> Callable[..., Any]:
+        def forgetting(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
+            result = warm_up(model_runner, *args, **kwargs)
+            session, state = _sessions.get(model_runner), one_state.one_state_of(model_runner)
+            if session is not None:
+                session.host_seconds = 0.0
+            if state is not None:
+                state.forget_counts()
+            return result
+
+        return forgetting
+
     shadow_blocks.patch_warmup_module(module, shadow_blocks_of)
-    _patches.put_once(module, "warmup_kernels", telling)
+    _patches.put_once(module, "warmup_kernels", lambda warm_up: telling(uncounted(warm_up)))
+    _patches.put_once(module, "run_mixed_prefill_decode_warmup", uncounted)
 
 
 def _patch_worker_module(module: ModuleType) -> None:

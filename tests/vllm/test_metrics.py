@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -678,6 +678,39 @@ def test_publisher_leaves_out_the_warm_up(folder: Path, monkeypatch: pytest.Monk
     assert totals.vanilla_steps == {"more drafts than log rows": 1}
     publisher.stop()
     assert session.listeners == []
+
+
+def test_the_hosts_counts_leave_out_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of vLLM's two warm-ups runs steps with windows, and what is counted before them is kept out too."""
+    from nwor_ops.vllm import plugin
+    from nwor_ops.vllm.recurrent.plugin import OneState
+
+    class Runner: ...
+
+    runner, session = Runner(), SimpleNamespace(host_seconds=0.0, shadow_blocks=None, audit=None)
+    builders = [SimpleNamespace(steps=0, host_seconds=0.0) for _ in range(2)]
+    state = OneState.__new__(OneState)
+    state._builders = builders
+    monkeypatch.setitem(plugin._sessions, runner, session)
+    monkeypatch.setitem(plugin.one_state._engines, runner, state)
+
+    def step(model_runner: Any, *_: Any) -> str:
+        session.host_seconds += 1.0
+        for builder in builders:
+            builder.steps += 1
+            builder.host_seconds += 0.5
+        return "warm"
+
+    module: Any = ModuleType("vllm.v1.worker.gpu.warmup")
+    for name in ("warmup_kernels", "run_mixed_prefill_decode_warmup"):
+        setattr(module, name, step)
+    plugin._patch_warmup_module(module)
+    for name in ("warmup_kernels", "run_mixed_prefill_decode_warmup"):
+        assert getattr(module, name)(runner, None, None) == "warm"
+        assert getattr(module, name)(Runner(), None, None) == "warm"  # of an engine without a feature
+        step(runner)
+        counts = {"one_state_steps": 2, "one_state_host_seconds": 2.0, "one_state_skipped_requests": 0}
+        assert (session.host_seconds, state._counts(0)) == (2.0, counts)
 
 
 def test_a_step_that_begins_while_the_last_one_is_fetched_is_left_out(

@@ -106,8 +106,8 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self._batch_slots = self.slots  # slot of each request of the last batch
         self._metadata: OneStateMetadata | None = None  # of the last batch
         self._has_planned = False
-        self.steps = 0  # steps with windows, without captures of graphs
-        self.host_seconds = 0.0  # time of the host to plan and fold, without captures of graphs
+        self.steps = 0  # steps with windows, without warm-up and captures of graphs
+        self.host_seconds = 0.0  # time of the host to plan and fold, also without these
         self._group: GroupLayers | None = None
 
     def bind(self, group: GroupLayers) -> None:

@@ -141,6 +141,11 @@ class OneState:
             "one_state_skipped_requests": skipped,
         }
 
+    def forget_counts(self) -> None:
+        """Count the steps and the time of the host from zero, because vLLM's warm-up has ended."""
+        for builder in self._builders:
+            builder.steps, builder.host_seconds = 0, 0.0
+
     def start_audit(self) -> StateAudit:
         """Start to compare every state. The caller calls ``forwarded`` of the returned audit after each forward."""
         self.audit = StateAudit(self._builders)

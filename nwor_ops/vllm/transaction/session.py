@@ -75,7 +75,7 @@ class Session:
         audit: the audit that checks every step, or None. It is subscribed like any other listener; the session keeps it
             only so that its summary can be read.
         states_not_audited: why an audit leaves out the recurrent states that vLLM keeps, or None.
-        host_seconds: time that the host has spent in :meth:`begin` and :meth:`commit`.
+        host_seconds: time that the host has spent in :meth:`begin` and :meth:`commit` since vLLM's warm-up.
         errors: counts the errors of this session.
         listeners: the objects that are notified of each event, in this order.
         needs_begin: whether a listener needs the inputs of each step on the host.
