@@ -19,8 +19,11 @@ from nwor_ops.validation import BoundToMemory
 
 
 def has_no_data(tensor: Tensor) -> bool:
-    """Return whether a tensor has no storage, as in tracing, profiling and warm-up. There is nothing to write then."""
-    return isinstance(tensor, FakeTensor) or tensor.data_ptr() == 0
+    """Return whether a tensor has no storage, as in tracing, profiling and warm-up. There is nothing to write then.
+
+    A tensor without elements needs no storage. On the meta device a slice has an address.
+    """
+    return isinstance(tensor, FakeTensor) or tensor.is_meta or (tensor.data_ptr() == 0 and tensor.numel() > 0)
 
 
 @dataclass(frozen=True)

@@ -498,9 +498,9 @@ class DraftCommitManager(Stateful[Layer]):
             token_offset: index in the batch of the first token of ``slot_mapping``, for micro-batches.
 
         Write each token of a layer once per window: a second write would log the row of the first one. If ``key`` or
-        the layer's cache has no data (fake, meta, freed storage), nothing is written. If both have data, the other
-        tensors must have data too. Compiled and captured code cannot check
-        for an open window. Outside a window it is a plain write.
+        the layer's cache has no data (fake, meta, freed storage), nothing is written. An empty tensor is checked as any
+        other one. If both have data, the other tensors must have data too. Compiled and captured code cannot check for
+        an open window. Outside a window it is a plain write.
 
         Raises:
             RuntimeError: no window is open, or the layer's planes are opaque.

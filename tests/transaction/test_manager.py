@@ -617,12 +617,14 @@ def without_data(kind: str):
     if kind == "fake":
         mode = FakeTensorMode()
         return tuple(mode.from_tensor(tensor) for tensor in (key, value, slots))
+    if kind == "meta slice":
+        return tuple(tensor.to("meta")[1:] for tensor in (key, value, slots))
     for tensor in (key, value, slots):
         tensor.untyped_storage().resize_(0)
     return key, value, slots
 
 
-@pytest.mark.parametrize("kind", ["meta", "fake", "freed"])
+@pytest.mark.parametrize("kind", ["meta", "meta slice", "fake", "freed"])
 @pytest.mark.parametrize("window", ["open", "closed"])
 def test_tensors_without_data_pass_through(kind, window):
     """In profiling and warm-up runs, inside a window or not, nothing is read, logged, written or refused."""
@@ -637,6 +639,28 @@ def test_tensors_without_data_pass_through(kind, window):
     manager.log("a", slots)
     assert all(torch.equal(a, b) for a, b in zip(before, memory(everything), strict=True))
     assert manager.state is (State.OPEN if window == "open" else State.CLOSED)
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+@pytest.mark.parametrize("empty", ["key", "cache"])
+def test_a_tensor_without_elements_does_not_pass_through(mode, empty):
+    """It has no storage either, but it has the wrong shape."""
+    manager = DraftCommitManager(
+        max_num_tokens=8, max_num_requests=2, max_draft_tokens=4, device="cpu", mode=mode, max_drafts_per_request=2
+    )
+    manager.register_layer("a", LayerCache.packed(torch.zeros(8, 2, 0 if empty == "cache" else 2, 16)))
+    manager.allocate()
+    key, value = key_value()
+    arguments = (key[:0] if empty == "key" else key, value, torch.arange(4))
+    with pytest.raises(RuntimeError, match=r"^write of layer 'a': no window is open"):
+        manager.write("a", *arguments)
+    window = small_window()._replace(seq_lens=int32(2, 2), block_tables={"default": int32(0, 1).view(2, 1)})
+    manager.begin(window)
+    with pytest.raises(ValueError, match=r"^write_kv\w*: key must be "):
+        manager.write("a", *arguments)
+    heads = 0 if empty == "cache" else 2
+    manager.write("a", *(torch.zeros(0, heads, 8) for _ in range(2)), torch.arange(0))  # no tokens
+    manager.cancel()
 
 
 # ---------------------------------------------------------------- compiled
