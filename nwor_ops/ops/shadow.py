@@ -66,7 +66,7 @@ def open_window(
         slot_mappings: G tensors int64 ``[>= tokens]``, contiguous; **mutated** at the redirected tokens. Empty = only
             copy rows.
         block_tables: G tensors int32 ``[>= Q, M]``, contiguous along a row; **mutated** at the redirected pages. Entry
-            ``[q, p]`` is page p of request q. As many as ``slot_mappings``.
+            ``[q, p]`` is page p of request q. As many as ``slot_mappings``. It must agree with the slots; see below.
         saved_slots: int64 ``[G, >= tokens]``, contiguous; **mutated** if ``slot_mappings`` are given. If a request has
             drafts, each of its tokens from its tail page on gets its former slot here. A token that was not redirected
             gets -1.
@@ -92,6 +92,10 @@ def open_window(
     says. It is also inconsistent if it has too few pages, or if a state, token, page or block is out of range. The CPU
     raises before anything is written. CUDA does not redirect such a request: its drafts go to its own pages, as they
     would without this library, and debug mode raises. A request whose drafts all have no slot is not redirected.
+
+    Slots and block tables must agree. If token t of request q is at position x of its sequence,
+    ``block_tables[g][q, x // N]`` must be ``slot_mappings[g][t] // N``. This is not checked. Only slots are saved, and
+    :func:`close_window` sets each redirected entry to ``slot // N``, whatever it was before.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`stage_kv`.

@@ -34,7 +34,9 @@ class Window(NamedTuple):
         seq_lens: int32 ``[>= Q]``: length of each sequence including this step's tokens. Required in mode ``"stage"``.
         block_tables: int32 ``[>= Q, pages]`` per group of layers: the tables that attention will read. Required in mode
             ``"stage"``, which edits them and the slot mappings in place until the window is closed. Therefore the
-            tensors of two groups must not share memory. Layers with the same slots belong to one group.
+            tensors of two groups must not share memory. Layers with the same slots belong to one group. The table
+            entry of a token's page must be ``slot // block_size``. This is not checked: when the window is closed,
+            the entries of redirected tokens get that value.
         request_states: int32 or int64 ``[>= Q]``, or None. A stable number of each request, below ``max_num_requests``.
             It is negative for padded rows. With it, mode ``"stage"`` need not copy a page to its shadow page in every
             step. If one window has it, every window must have it, and the engine must call
