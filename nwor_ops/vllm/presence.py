@@ -21,14 +21,15 @@ from nwor_ops.config import NworConfig
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.metrics import transport
 from nwor_ops.vllm.metrics.transport import GaugeFile
+from nwor_ops.vllm.support.features import FEATURES, NO_SPECULATION
 
 OFF, ON, MISSING = "off", "on", "missing"
-TRANSACTION, DRAFT_GRAPHS, RECURRENT = "transaction", "draft_graphs", "recurrent"  # labels of nwor_info
-FEATURES = (TRANSACTION, DRAFT_GRAPHS, RECURRENT)
+LABELS = tuple(feature.label for feature in FEATURES.values())
+TRANSACTION, DRAFT_GRAPHS, RECURRENT = LABELS
 UNDO_LOG, SHADOW_PAGES, GRAPHS, RECORDS = "undo_log", "shadow_pages", "draft_graphs", "records"  # nwor_memory_bytes
 
-_NO_SPECULATION = "the engine does not speculate"
-_NEED_DRAFTS = (TRANSACTION, DRAFT_GRAPHS)
+_WORDS = {feature.label: feature.words for feature in FEATURES.values()}
+_NEED_DRAFTS = tuple(feature.label for feature in FEATURES.values() if feature.needs_drafts)
 _patches = Patches("presence")
 
 
@@ -42,7 +43,7 @@ class Active:
         memory: bytes that the active features take, by part.
     """
 
-    features: dict[str, str] = field(default_factory=lambda: dict.fromkeys(FEATURES, OFF))
+    features: dict[str, str] = field(default_factory=lambda: dict.fromkeys(LABELS, OFF))
     memory: dict[str, int] = field(default_factory=dict)
 
 
@@ -79,9 +80,9 @@ def compare(asked: dict[str, str], workers: Sequence[dict[str, str] | None]) -> 
             why = f"nwor_ops is not loaded in rank {_numbers(unloaded)}: is the package installed on that node?"
         elif others:
             why = f"{', '.join(others)}: are the settings of that node different?"
-        name = feature.replace("_", " ") + (f" ({state})" if state != ON else "")
+        asked_for_state = f"asked for ({state})" if state != ON else "asked for"
         ranks = f"rank {_numbers(lacking)} of {len(workers)}"
-        sentences.append(f"{name}: asked for, but not active in {ranks}; {why}")
+        sentences.append(f"{_WORDS[feature]}: {asked_for_state}, but not active in {ranks}; {why}")
     return states, sentences
 
 
@@ -127,8 +128,7 @@ def report(vllm_config: Any, ask_workers: Callable[[Callable[[Any], Any]], Seque
             memory = _largest([one.memory for one in found if one is not None])
         if idle:
             states |= dict.fromkeys(idle, MISSING)
-            names = ", ".join(idle).replace("_", " ")
-            sentences.append(f"{names}: asked for, but not active: {_NO_SPECULATION}")
+            sentences += [f"{_WORDS[feature]}: asked for, but not active: {NO_SPECULATION}" for feature in idle]
         for sentence in sentences:
             logger.warning("nwor: %s", sentence)
         if config.emit_metrics and transport.directory() is not None:

@@ -23,14 +23,13 @@ import torch
 from nwor_ops.config import SWITCH, NworConfig
 from nwor_ops.vllm.drafter.supported import check_graph_mode
 from nwor_ops.vllm.hooks import check_library, check_vllm
-from nwor_ops.vllm.support.features import DRAFT_GRAPHS, ONE_STATE, ONE_STATE_MODELS, TRANSACTION
+from nwor_ops.vllm.support.features import DRAFT_GRAPHS, NO_SPECULATION, ONE_STATE, ONE_STATE_MODELS, TRANSACTION
 from nwor_ops.vllm.support.refusals import ALL_RECURRENT, CAPTURE_SIZES, Unsupported, check_engine
 from nwor_ops.vllm.transaction.layers.back_ends import check_group_spec, check_passes
 from nwor_ops.vllm.transaction.supported import check_partial_tails, check_transaction, is_recurrent
 
 COW, STAGE = "cow", "stage"
 FEATURES = (COW, STAGE, DRAFT_GRAPHS, ONE_STATE)
-_NO_SPECULATION = "the engine does not speculate"
 # What only a start can find out, by feature.
 _AT_START = {
     COW: ("each layer's writer is tried on a scratch page", "the drafter must name its layers"),
@@ -293,7 +292,7 @@ def _in_short(vllm_config: Any, settings: NworConfig) -> dict[str, Any]:
 def _reasons(feature: str, vllm_config: Any, device: str, layers: _Layers | None, machine: Machine) -> Iterator[Reason]:
     """Yield why a feature will be refused: by vLLM's version and hooks, and by the first other check that fails."""
     if vllm_config.speculative_config is None and feature != ONE_STATE:
-        yield Reason(_NO_SPECULATION, "--speculative-config")
+        yield Reason(NO_SPECULATION, "--speculative-config")
         return
     checks_of = {DRAFT_GRAPHS: _draft_graphs, ONE_STATE: _one_state}.get(feature, _transaction)
     hooks, *checks = checks_of(feature, vllm_config, device, layers)

@@ -89,7 +89,8 @@ def test_an_engine_that_does_not_speculate_warns(engines: Engines) -> None:
     asked = {"VLLM_NWOR_MODE": "stage", "VLLM_NWOR_RECURRENT": "1", "VLLM_NWOR_ON_UNSUPPORTED": "vanilla"}
     result = started(engines, asked, speculative_config=None)
     assert result["warnings"][-2:] == [
-        "nwor: recurrent (exact): asked for, but not active in rank 0 of 1; the log of the worker has the reason",
+        "nwor: one state per request: asked for (exact), but not active in rank 0 of 1; the log of the worker has the "
+        "reason",
         transaction,
     ]
     assert result["gauges"] == {info("missing", recurrent="missing"): 1}
@@ -112,7 +113,7 @@ def test_workers_without_the_plugin_are_named(engines: Engines) -> None:
         engines, {"VLLM_NWOR_MODE": "cow"}, True, tensor_parallel_size=2, distributed_executor_backend="mp"
     )
     assert result["warnings"][-1] == (
-        "nwor: transaction (cow): asked for, but not active in rank 0, 1 of 2; nwor_ops is not loaded in rank "
+        "nwor: transaction: asked for (cow), but not active in rank 0, 1 of 2; nwor_ops is not loaded in rank "
         "0, 1: is the package installed on that node?"
     )
     assert result["gauges"] == {info("missing"): 1}
@@ -170,8 +171,8 @@ def test_a_worker_with_the_other_form_is_named() -> None:
     states, sentences = presence.compare(asked, [dict(asked), asked | {"recurrent": "exact"}])
     assert states == asked | {"recurrent": "missing"}
     assert sentences == [
-        "recurrent (chunk): asked for, but not active in rank 1 of 2; rank 1 has exact: are the settings of that "
-        "node different?"
+        "one state per request: asked for (chunk), but not active in rank 1 of 2; rank 1 has exact: are the settings "
+        "of that node different?"
     ]
 
 
@@ -185,6 +186,18 @@ def test_a_worker_tells_the_form_of_its_states(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(plugin.one_state, "one_state_of", {runner: state}.get)
         features, memory = plugin.active_in(SimpleNamespace(model_runner=runner))
         assert (features["recurrent"], memory) == (form, {"records": 3})
+
+
+def test_each_feature_that_needs_drafts_is_named_as_in_its_other_lines(caplog: pytest.LogCaptureFixture) -> None:
+    config = SimpleNamespace(
+        additional_config={"nwor": {"mode": "cow", "draft_graphs": True, "emit_metrics": False}},
+        speculative_config=None,
+    )
+    presence.report(config, lambda question: [], logging.getLogger("nwor"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"nwor: {words}: asked for, but not active: the engine does not speculate"
+        for words in ("transaction", "draft graphs")
+    ]
 
 
 def test_an_error_in_the_report_does_not_stop_the_engine(caplog: pytest.LogCaptureFixture) -> None:
