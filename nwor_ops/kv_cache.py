@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nwor_ops import ops, validation
+from nwor_ops.overlap import Area, share_bytes
 from nwor_ops.torch_fixes import static_int
 from nwor_ops.validation import BoundToMemory
 
@@ -139,15 +140,11 @@ class LayerCache(BoundToMemory):
             value_cache: ``[B, N, H, Dv]``, dtype of ``key_cache``, any strides.
 
         Raises:
-            ValueError, TypeError: an invalid or different shape, dtype or device.
+            ValueError, TypeError: an invalid or different shape, dtype or device, or memory that both share.
         """
         for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
             validation.tensor(f"LayerCache.split: {name}", cache, dims=4)
-        if key_cache.shape[:3] != value_cache.shape[:3] or key_cache.dtype != value_cache.dtype:
-            raise ValueError(
-                "LayerCache.split: value_cache must have the dtype, blocks, block size and heads of key_cache "
-                f"({key_cache.dtype} {list(key_cache.shape)}), got {value_cache.dtype} {list(value_cache.shape)}"
-            )
+        _check_key_and_value("LayerCache.split", key_cache=key_cache, value_cache=value_cache)
         return cls((Plane(key_cache), Plane(value_cache)))
 
     @classmethod
@@ -181,6 +178,9 @@ class LayerCache(BoundToMemory):
         slots = {(plane.view.shape[0] * plane.view.shape[1], plane.view.device) for plane in self.planes}
         if len(slots) != 1:
             raise ValueError(f"LayerCache: planes must agree on slots and device, got {sorted(map(str, slots))}")
+        if self.writable and self.key_size is None:
+            key, value = (plane.view for plane in self.planes)
+            _check_key_and_value("LayerCache", **{"planes[0]": key, "planes[1]": value})
 
     @property
     def device(self) -> torch.device:
@@ -198,3 +198,17 @@ class LayerCache(BoundToMemory):
             size = static_int(self.key_size)
             return planes[0][..., :size], planes[0][..., size:]
         return planes[0], planes[1]
+
+
+def _check_key_and_value(where: str, **planes: Tensor) -> None:
+    """Raise ValueError unless two planes, given by name, can hold the keys and the values of one layer."""
+    (key_name, key), (value_name, value) = planes.items()
+    if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype:
+        raise ValueError(
+            f"{where}: {value_name} must have the dtype, blocks, block size and heads of {key_name} "
+            f"({key.dtype} {list(key.shape)}), got {value.dtype} {list(value.shape)}"
+        )
+    if any(has_no_data(plane) or plane.numel() == 0 for plane in (key, value)) or key.device != value.device:
+        return
+    if share_bytes(Area.of(key), Area.of(value)):
+        raise ValueError(f"{where}: {value_name} must not share memory with {key_name}")

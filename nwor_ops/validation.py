@@ -128,6 +128,8 @@ def device(what: str, value: Any) -> torch.device:
         found = torch.device(value)
     except RuntimeError:
         raise ValueError(f"{what} must be a device that torch knows, got {shown(value)}") from None
+    if found.type == "cpu":
+        return torch.device("cpu")  # of any index, as torch does for tensors
     if found.type == "cuda" and found.index is None:
         try:
             return torch.device("cuda", torch.cuda.current_device())

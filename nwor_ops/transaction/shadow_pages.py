@@ -18,8 +18,8 @@ from nwor_ops import ops, validation
 from nwor_ops.kv_cache import Plane, PlaneList, has_no_data
 from nwor_ops.ops.bound import bind
 from nwor_ops.ops.shadow import MOST_GROUPS
+from nwor_ops.overlap import Area, first_overlap
 from nwor_ops.transaction.layers import Layer, LayerTable
-from nwor_ops.transaction.overlap import Area, first_overlap
 from nwor_ops.transaction.recovery import Capacity, Redirects
 from nwor_ops.transaction.window import Window, WindowBuffers, numbers_on
 from nwor_ops.validation import BoundToMemory
@@ -345,7 +345,12 @@ def _pages_of(group: str, planes: Sequence[Plane]) -> tuple[int, int]:
             f'allocate: the layers of group {group!r} must have the same pages in mode "stage", got '
             f"{sorted(found)} (num_blocks, block_size)"
         )
-    return found.pop()
+    num_blocks, block_size = found.pop()
+    if block_size == 0:
+        raise ValueError(
+            f'allocate: the layers of group {group!r} must have tokens in their pages in mode "stage", got block_size 0'
+        )
+    return num_blocks, block_size
 
 
 def _check_shared_memory(planes: Mapping[str, Sequence[Plane]], first_blocks: Mapping[str, int], count: int) -> None:

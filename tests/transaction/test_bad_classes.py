@@ -67,7 +67,7 @@ def refused(call, arguments: dict[str, Any], name: str, value: Any, sentence: st
 
 # ---------------------------------------------------------------- constructors and functions
 
-CACHE = torch.zeros(4, 4, 2, 16)
+CACHE, VALUES = torch.zeros(4, 4, 2, 16), torch.zeros(4, 4, 2, 16)
 OFFSETS = torch.zeros(4, 16, dtype=torch.int32)
 MANAGER = {"max_num_tokens": 8, "max_num_requests": 2, "max_draft_tokens": 4, "device": "cpu"}
 STAGE = MANAGER | {"mode": "stage", "max_drafts_per_request": 2}
@@ -173,14 +173,16 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str, tuple[Any, ...], Any]] = [
      (3, "x", OFFSETS.long(), OFFSETS[:3], OFFSETS[0], OFFSETS.to("meta")), REFUSALS),
     ("LayerCache.packed", LayerCache.packed, {"cache": CACHE}, "cache", (*NO_TENSORS, torch.zeros(())), REFUSALS),
     ("LayerCache.packed", LayerCache.packed, {"cache": CACHE}, "key_size", (16, 17), ValueError),
-    ("LayerCache.split", LayerCache.split, {"key_cache": CACHE, "value_cache": CACHE}, "key_cache",
+    ("LayerCache.split", LayerCache.split, {"key_cache": CACHE, "value_cache": VALUES}, "key_cache",
      (*NO_TENSORS, torch.zeros(())), REFUSALS),
-    ("LayerCache.split", LayerCache.split, {"key_cache": CACHE, "value_cache": CACHE}, "value_cache",
-     (*NO_TENSORS, torch.zeros(()), CACHE[:2], CACHE.half()), REFUSALS),
+    ("LayerCache.split", LayerCache.split, {"key_cache": CACHE, "value_cache": VALUES}, "value_cache",
+     (*NO_TENSORS, torch.zeros(()), CACHE[:2], CACHE.half(), CACHE, CACHE[..., 8:]), REFUSALS),
     ("LayerCache.opaque", lambda planes: LayerCache.opaque(planes), {"planes": CACHE}, "planes",
      (*NO_TENSORS, torch.zeros(())), REFUSALS),
-    ("LayerCache", LayerCache, {"planes": (Plane(CACHE), Plane(CACHE))}, "planes",
-     (None, CACHE, (), (CACHE, CACHE), (None,), (Plane(CACHE),)), REFUSALS),
+    ("LayerCache", LayerCache, {"planes": (Plane(CACHE), Plane(VALUES))}, "planes",
+     (None, CACHE, (), (CACHE, VALUES), (None,), (Plane(CACHE),), (Plane(CACHE), Plane(CACHE)),
+      *((Plane(CACHE), Plane(other)) for other in (VALUES.half(), VALUES[:, :, :1], VALUES.view(8, 2, 2, 16)))),
+     REFUSALS),
     ("LayerCache", LayerCache, {"planes": (Plane(CACHE),), "key_size": 8}, "key_size", ("x", 0, -1, 16, 2**62, True),
      REFUSALS),
     ("LayerCache", LayerCache, {"planes": (Plane(CACHE),), "key_size": 8}, "writable", (None, 3), TypeError),
@@ -237,6 +239,17 @@ def test_other_arguments(case):
     where, call, arguments, name, values, error = case
     for value in values:
         refused(call, arguments, name, value, rf"^{where}:? ", error)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:0"])
+def test_names_of_the_cpu(name):
+    """The device of a tensor on "cpu:0" is "cpu"."""
+    manager = DraftCommitManager(**MANAGER | {"device": name})
+    manager.register_layer("a", LayerCache.packed(CACHE))
+    set_current_manager(manager)
+    assert current_manager(name) is current_manager(CACHE.device) is manager
+    set_current_manager(None, name)
+    assert current_manager(CACHE.device) is None
 
 
 def test_a_current_manager_of_another_class():

@@ -415,6 +415,14 @@ def test_too_few_pages_are_refused():
             manager.allocate()
 
 
+def test_pages_without_tokens_are_refused():
+    manager = staged_manager({"a": LayerCache.opaque(torch.zeros(16, 0, 1, 8))}, None)
+    with pytest.raises(
+        ValueError, match=r"^allocate: the layers of group 'a' must have tokens in their pages in mode "
+    ):
+        manager.allocate()
+
+
 def staged_manager(caches, shadow_blocks):
     """One layer in each group: 2 requests of up to 4 drafts, pages of 4 slots, so 4 shadow pages."""
     manager = DraftCommitManager(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nwor_ops.transaction.overlap import Area, first_overlap, share_bytes
+from nwor_ops.overlap import Area, first_overlap, share_bytes
 
 SIZES = st.sampled_from([1, 2, 4, 8])
 DIMENSIONS = st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]))
