@@ -101,6 +101,8 @@ def check_case(case: Case, result: dict[str, Any]) -> dict[str, Any]:
         else:
             assert worker[what] == wanted, f"{what} is {worker[what]}, expected {wanted}"
     assert session["mode"] == case.nwor["mode"]
+    if "faults" not in case.use:
+        assert not any(counted.get("nwor_errors") for counted in result["counters"].values()), result["counters"]
     check_audit(session, case.share)
     for counted in result["copied_rows"]:
         assert counted["copied"] < counted["committed"], "no shadow page held a row of the step before"
