@@ -39,7 +39,7 @@ def first_overlap(areas: Iterable[tuple[str, Area]]) -> tuple[str, str] | None:
     """Return two groups whose areas share a byte, or None. Areas of the same group may share bytes.
 
     Args:
-        areas: names of groups with one area each. A group may have several areas.
+        areas: pairs of a group's name and one of its areas.
     """
     before: list[tuple[str, Area]] = []  # areas that may reach beyond the start of the next one
     for group, area in sorted(areas, key=lambda named: named[1].start):

@@ -28,13 +28,14 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"nwor_ops/(?:transaction/)?(?!__main__)\w+\.py",
         ("transaction/test_manager.py", "transaction/test_manager_stage.py", "transaction/test_staging_buffer.py"),
     ),
+    (r"nwor_ops/(?:overlap|kv_cache)\.py", ("transaction/test_overlap.py", "transaction/test_bad_classes.py")),
     (
         r"nwor_ops/(?:recurrent/\w+|transaction/state)\.py|(?:csrc/(?:cpu/)?|nwor_ops/ops/)recurrent(?:_\w+)?\.\w+",
         ("recurrent",),
     ),
     (r"nwor_ops/recurrent/(?:cache|cursors|fold)\.py", ("vllm/test_one_state.py",)),
     (r"nwor_ops/drafter/.*|examples/(?:paged_)?draft\w*\.py", ("drafter",)),
-    (r"nwor_ops/vllm/.*|docs/reference/(?:support|cases)\.md|docs/guides/hybrid-models\.md", ("vllm",)),
+    (r"nwor_ops/vllm/.*|docs/(?:reference/(?:support|cases)|guides/hybrid-models|internals/hooks)\.md", ("vllm",)),
     (r"tools/(?:made_tables|support_tables|shown_cases|state_sizes)\.py", ("vllm",)),
     (
         r"nwor_ops/(?:(?:cli|testing)/\w+|__main__)\.py|tools/(?:command_options|made_tables)\.py|docs/reference/commands\.md",

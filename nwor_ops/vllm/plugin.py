@@ -9,7 +9,7 @@ installs an import hook instead, which patches these modules after their first i
   (:mod:`nwor_ops.vllm.recurrent.plugin`). ``profile_run`` reserves the memory of the undo log.
 - The V2 runner's module, in addition: ``init_speculator`` (:mod:`nwor_ops.vllm.drafter.plugin`).
 - The scheduler's module, for mode ``"stage"`` (:mod:`nwor_ops.vllm.transaction.shadow_blocks`) and the metrics.
-- The GPU worker, which tells the transaction that it goes to sleep.
+- The GPU worker, which says that it goes to sleep.
 - The V2 runner's warm-up, for mode ``"stage"``, the audit and the counters of the host.
 - vLLM's metrics loggers, for the metrics.
 - The engine core, which asks its workers for their features (:mod:`nwor_ops.vllm.presence`).
@@ -204,9 +204,10 @@ def _patch_warmup_module(module: ModuleType) -> None:
 def _patch_worker_module(module: ModuleType) -> None:
     def telling(sleep: Callable[..., Any]) -> Callable[..., Any]:
         def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
-            session = _sessions.get(self.model_runner)
-            if session is not None:
-                session.go_to_sleep()
+            for owner in (_sessions.get(self.model_runner), one_state.one_state_of(self.model_runner)):
+                if owner is not None:
+                    with Errors(_logger(), "without publishing counters").survived("copying counters failed"):
+                        owner.go_to_sleep()
             return sleep(self, *args, **kwargs)
 
         return patched

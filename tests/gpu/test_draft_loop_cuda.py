@@ -342,7 +342,7 @@ def test_memory_never_moves(device):
             draft(drafter, batch, mode)
         now = places_of(drafter.buffers.tensors(), "buffers", drafter.buffers.device)
         for key in (GraphKey(8), GraphKey(8, 5)):
-            drafter.buffers.stage(key)
+            drafter.buffers.fill_for_warm_up(key)
             metadata = drafter.loop.metadata.build(key, 3, 1)
             now |= places_of(metadata, f"metadata{key}", drafter.buffers.device)
         places.append(now)

@@ -40,6 +40,7 @@ def test_every_source_has_tests_that_exist() -> None:
         ("csrc/cuda/recurrent_rows.h", ["ops/test_plane_table.py", "ops/test_recurrent.py", "ops/test_schema.py"]),
         ("nwor_ops/vllm/transaction/session.py", ["vllm"]),
         ("docs/reference/ops.md", ["package/test_documents.py"]),
+        ("docs/internals/hooks.md", ["package/test_documents.py", "vllm"]),
         ("docs/compatibility.json", ["package/test_release.py"]),
         ("docs/monitoring/alerts.yml", ["package/test_monitoring.py"]),
         (".github/workflows/ci.yml", ["package/test_release.py"]),

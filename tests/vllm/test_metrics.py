@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import ray_on_cpu
+import torch
 import yaml
 from counted_session import CountedSession
 from engines import ENGINE, ENVIRONMENT, NGRAM, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
@@ -37,6 +38,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 import nwor_ops
 from nwor_ops import COUNTERS
 from nwor_ops.config import NworConfig
+from nwor_ops.recurrent.cursors import SkippedRequests
 from nwor_ops.transaction import counters
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.metrics import exporter, transport
@@ -711,6 +713,45 @@ def test_the_hosts_counts_leave_out_the_warm_up(monkeypatch: pytest.MonkeyPatch)
         step(runner)
         counts = {"one_state_steps": 2, "one_state_host_seconds": 2.0, "one_state_skipped_requests": 0}
         assert (session.host_seconds, state._counts(0)) == (2.0, counts)
+
+
+def test_an_engine_that_goes_to_sleep_says_so_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its counters are on the device, whose memory vLLM then releases. An error does not keep it awake."""
+    from nwor_ops.vllm import plugin
+    from nwor_ops.vllm.recurrent.plugin import OneState
+
+    class Runner: ...
+
+    class Worker:
+        def __init__(self, model_runner: Any) -> None:
+            self.model_runner = model_runner
+
+        def sleep(self, level: int) -> str:
+            said.append(f"sleep {level}")
+            skipped.counter = None  # released
+            return "asleep"
+
+    def go_to_sleep() -> None:
+        said.append("go_to_sleep")
+        raise RuntimeError("planted")
+
+    said: list[str] = []
+    runner, session, state = Runner(), SimpleNamespace(go_to_sleep=go_to_sleep), OneState.__new__(OneState)
+    skipped: Any = SkippedRequests(torch.device("cpu"))
+    skipped.counter.fill_(3)
+    state._builders, state._skipped, state._slept = [SimpleNamespace(steps=5, host_seconds=0.0)], skipped, None
+    monkeypatch.setitem(plugin._sessions, runner, session)
+    monkeypatch.setitem(plugin.one_state._engines, runner, state)
+    module: Any = SimpleNamespace(Worker=Worker)
+    plugin._patch_worker_module(module)
+    assert module.Worker(runner).sleep(level=2) == "asleep"
+    assert module.Worker(Runner()).sleep(1) == "asleep"  # of an engine without a feature
+    assert said == ["go_to_sleep", "sleep 2", "sleep 1"]
+    assert state.counted()["one_state_skipped_requests"] == 3
+    [record] = caplog.records
+    assert record.getMessage().startswith("nwor: copying counters failed: planted; the engine goes on without")
 
 
 def test_a_step_that_begins_while_the_last_one_is_fetched_is_left_out(

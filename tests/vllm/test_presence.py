@@ -188,7 +188,7 @@ def test_a_worker_tells_the_form_of_its_states(monkeypatch: pytest.MonkeyPatch) 
         assert (features["recurrent"], memory) == (form, {"records": 3})
 
 
-def test_each_feature_that_needs_drafts_is_named_as_in_its_other_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_feature_that_needs_drafts_is_named_without_speculation(caplog: pytest.LogCaptureFixture) -> None:
     config = SimpleNamespace(
         additional_config={"nwor": {"mode": "cow", "draft_graphs": True, "emit_metrics": False}},
         speculative_config=None,

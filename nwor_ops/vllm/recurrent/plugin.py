@@ -98,6 +98,7 @@ class OneState:
         self.patches = patches or Patches(ONE_STATE)
         self._builders, self._skipped, self._aligned, self._owners = builders, skipped, aligned, owners
         self.audit: StateAudit | None = None
+        self._slept: tuple[int, int] | None = None  # steps and skipped requests when the engine went to sleep
         cache, drafts = runner.kv_cache_config, geometry.rows - 1
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         pages = [-(-spec.max_memory_usage_bytes(runner.vllm_config) // spec.page_size_bytes) for spec in specs]
@@ -128,7 +129,13 @@ class OneState:
 
     def counted(self) -> dict[str, float]:
         """Return the exact counters for the metrics. This synchronizes. Every group plans every step."""
+        if self._slept is not None and self._slept[0] == self._builders[0].steps:
+            return self._counts(self._slept[1])
         return self._counts(self._skipped.now())
+
+    def go_to_sleep(self) -> None:
+        """Keep the exact count on the host, because vLLM is about to release its memory (``Worker.sleep``)."""
+        self._slept = self._builders[0].steps, self._skipped.now()
 
     def counted_lately(self) -> dict[str, float]:
         """Return the counters of the last copy to the host, without synchronizing."""

@@ -11,7 +11,7 @@ class Feature:
 
     Attributes:
         label: its label of ``nwor_info``.
-        words: the words at the start of its lines in the log.
+        words: the words that name it in the warning that it is not active.
         needs_drafts: whether it is not active in an engine that does not speculate.
     """
 

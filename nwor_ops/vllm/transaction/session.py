@@ -412,9 +412,10 @@ class Session:
 
     def go_to_sleep(self) -> None:
         """Copy the counters to the host, because vLLM is about to release their memory (``Worker.sleep``)."""
-        with self.errors.survived("copying counters failed"):
+        try:
             if self.manager is not None:
                 self._slept = self.begun, self.manager.buffers.counters.to("cpu", copy=True)
+        finally:
             for listener in self._hearing["sleeping"]:
                 listener.sleeping()
 
