@@ -196,6 +196,26 @@ def test_the_table_of_recurrent_states_in_the_readme() -> None:
         assert [numbers(cell)[0] for cell in row.split("|")] == pytest.approx(speeds, abs=0.501)
 
 
+HYBRID_RATIOS = {  # the sides of a row in README: the file and the vanilla variant of its ratios
+    "default | default": ("gpu_hybrid", "default"),
+    "default | bfloat16 states": ("gpu_hybrid", "bfloat16"),
+    "bfloat16 states | bfloat16 states": ("gpu_hybrid_bfloat16", "bfloat16"),
+    "bfloat16 states, chunk form | bfloat16 states": ("gpu_hybrid_bfloat16_chunk", "bfloat16"),
+    "no drafts, chunk form | no drafts": ("gpu_hybrid_without_drafts_chunk", "drafts_0"),
+}
+
+
+@pytest.mark.parametrize("sides", HYBRID_RATIOS)
+def test_the_ratios_of_recurrent_states_in_the_readme(sides: str) -> None:
+    file, vanilla = HYBRID_RATIOS[sides]
+    found = results.read("h200", file)
+    names = [f"e2e_recurrent/over_{vanilla}/{number}" for number in (1, 16, 64, 128, 384)]
+    [row] = re.findall(rf"^\| {re.escape(sides)} \|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [cell.strip() for cell in row.split("|")] == [
+        f"{found[name]['value']:.2f}" if name in found else "" for name in names
+    ]
+
+
 # Numbers with a decimal point or with thousands separators.
 FIGURE = re.compile(r"(?<![\w.,])(\d+\.\d+|\d{1,3}(?:,\d{3})+(?:\.\d+)?)(?![\w.]|,\d)")
 
