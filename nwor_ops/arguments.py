@@ -63,7 +63,7 @@ def _error(name: str, expected: torch._C.JitType, value: Any) -> TypeError | Val
 
 
 def _converts(value: Any, method: str, number: type[int] | type[float]) -> bool:
-    """Return whether torch takes a value for a number. A tensor of several elements has the method, and is none."""
+    """Return whether torch accepts a value as a number. A tensor of several elements has the method, but is not one."""
     if isinstance(value, torch.SymInt | torch.SymFloat):
         return True
     try:

@@ -27,6 +27,11 @@ def has_no_data(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta or (tensor.data_ptr() == 0 and tensor.numel() > 0)
 
 
+def occupies_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has elements, and storage for them."""
+    return not has_no_data(tensor) and tensor.numel() > 0
+
+
 @dataclass(frozen=True)
 class Plane(BoundToMemory):
     """One view of a layer's cache.
@@ -208,7 +213,6 @@ def _check_key_and_value(where: str, **planes: Tensor) -> None:
             f"{where}: {value_name} must have the dtype, blocks, block size and heads of {key_name} "
             f"({key.dtype} {list(key.shape)}), got {value.dtype} {list(value.shape)}"
         )
-    if any(has_no_data(plane) or plane.numel() == 0 for plane in (key, value)) or key.device != value.device:
-        return
-    if share_bytes(Area.of(key), Area.of(value)):
+    on_one_device = key.device == value.device and occupies_memory(key) and occupies_memory(value)
+    if on_one_device and share_bytes(Area.of(key), Area.of(value)):
         raise ValueError(f"{where}: {value_name} must not share memory with {key_name}")

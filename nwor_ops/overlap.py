@@ -55,7 +55,7 @@ def share_bytes(a: Area, b: Area) -> bool:
     """Return whether two areas share a byte. Interleaved areas do not.
 
     They do if the distance of their starts is a sum of multiples of their strides, up to the size of an element. The
-    search goes through the strides from the largest to the smallest. Of each it tries only the multiples whose
+    search goes through the strides from the largest to the smallest. For each stride it tries only the multiples whose
     remainder the smaller strides can still cover.
     """
     multiples: dict[int, list[int]] = {}  # per stride: the least and the greatest multiple

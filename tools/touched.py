@@ -15,8 +15,9 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LEVELS = r"(?:csrc/(?:cpu/|cuda/)?|meta/|nwor_ops/ops/|nwor_ops/testing/oracle/|tests/support/samples_)"
+LEVELS = r"(?:csrc/(?:cpu/|cuda/)?|meta/|nwor_ops/ops/|nwor_ops/testing/oracle/)"
 FAMILIES = "undo|accept|shadow|staging|drafter|recurrent"
+_OF_THE_MANAGER = tuple(f"transaction/test_{name}.py" for name in ("manager", "manager_stage", "staging_buffer"))
 # Sources of one area and its tests, or the quick ones among them, relative to tests/. A family has the same name on
 # every level, followed by an underscore if it has several files on one level. Every matching rule counts.
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -24,10 +25,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"(?:csrc|meta|nwor_ops/ops)/.*", ("ops/test_schema.py", "ops/test_plane_table.py")),
     (rf"csrc/(?!(?:cpu/|cuda/)?(?:{FAMILIES})[_.]).*", ("ops/test_undo.py",)),
     (r"nwor_ops/testing/(?:layouts|raw_rows|against_oracle)\.py", ("ops/test_undo.py",)),
-    (
-        r"nwor_ops/(?:transaction/)?(?!__main__)\w+\.py",
-        ("transaction/test_manager.py", "transaction/test_manager_stage.py", "transaction/test_staging_buffer.py"),
-    ),
+    (r"nwor_ops/(?:transaction/)?(?!__main__)\w+\.py", _OF_THE_MANAGER),
     (r"nwor_ops/(?:overlap|kv_cache)\.py", ("transaction/test_overlap.py", "transaction/test_bad_classes.py")),
     (
         r"nwor_ops/(?:recurrent/\w+|transaction/state)\.py|(?:csrc/(?:cpu/)?|nwor_ops/ops/)recurrent(?:_\w+)?\.\w+",
@@ -73,11 +71,8 @@ HELPERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"tests/support/shadow_windows\.py", ("ops/test_shadow.py",)),
     (r"tests/support/bad_input\.py", ("ops/test_bad_input.py",)),
     (r"tests/support/processes\.py", ("package/test_tools.py",)),
-    (
-        r"tests/support/(?:transactions|decoding|faults|no_sync)\.py",
-        ("transaction/test_manager.py", "transaction/test_manager_stage.py", "transaction/test_staging_buffer.py"),
-    ),
-    (r"tests/support/(?:draft_loop\w*)\.py", ("drafter",)),
+    (r"tests/support/(?:transactions|decoding|faults|no_sync)\.py", _OF_THE_MANAGER),
+    (r"tests/support/draft_loop\w*\.py", ("drafter",)),
 )
 # Folders of modules that tests import, in the order of `pythonpath` in pyproject.toml.
 MODULES = ("tests/support", "examples", "examples/staging", "tools", "benchmarks")

@@ -32,7 +32,7 @@ LONGEST_PROMPT = 1500
 REMEMBERED = 50  # prompts that may come again
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 1.0)
 # Defaults of a GPU engine, which the user's arguments override. The audit keeps copies of the whole cache and compares
-# all of it at each step. A small cache fits neither a long context nor the states of a thousand requests.
+# all of it at each step. A small cache does not fit a long context or the states of a thousand requests.
 SMALL_ENGINE = {"kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 16, "max_model_len": -1}  # -1: as long as fits
 # Mode stage needs a fixed length, because a request that just fits in the whole cache leaves no block for shadow pages.
 STAGE_LENGTH = 1024

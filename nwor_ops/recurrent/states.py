@@ -444,7 +444,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         validation.tensor("rewind: tokens", tokens, torch.int32, dims=1, device=self.device)
         if tokens.shape != slots.shape:
             raise ValueError(f"rewind: tokens must be as many as slots, {slots.shape[0]}, got {tokens.shape[0]}")
-        if self.device.type == "cpu" and slots[slots > 0].unique().numel() < int((slots > 0).sum()):
+        if self.device.type == "cpu" and (named := slots[slots > 0]).unique().numel() < named.numel():
             raise ValueError(f"rewind: slots must be distinct, got {validation.shown(slots.tolist())}")
         return self.cursors.rewind(self._existing("rewind", slots), self.num_kept, tokens)
 

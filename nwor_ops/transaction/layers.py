@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nwor_ops.kv_cache import LayerCache, Plane, has_no_data
+from nwor_ops.kv_cache import LayerCache, Plane, occupies_memory
 from nwor_ops.torch_fixes import static, static_int
 from nwor_ops.validation import BoundToMemory
 
@@ -113,7 +113,7 @@ class LayerTable(BoundToMemory, dict[str, Layer]):
 
 def _addresses(cache: LayerCache) -> set[int]:
     """Return where the planes begin that have memory."""
-    return {plane.view.data_ptr() for plane in cache.planes if plane.view.numel() and not has_no_data(plane.view)}
+    return {plane.view.data_ptr() for plane in cache.planes if occupies_memory(plane.view)}
 
 
 def _traced_root(view: Tensor, flat: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:

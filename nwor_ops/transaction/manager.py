@@ -394,7 +394,8 @@ class DraftCommitManager(Stateful[Layer]):
 
     def _undo_begin(self, window: Window) -> None:
         """Undo a begin that failed. The window counts as cancelled if it was planned. This can be repeated."""
-        self._ending, counters = "begin", self.buffers.counters
+        self._ending = "begin"
+        counters = self.buffers.counters
         planned = not has_no_data(counters) and (
             self._opening or (not is_capturing(counters) and int(self._uncounted_drafts()) > 0)
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
-from nwor_ops.kv_cache import Plane, PlaneList, has_no_data
+from nwor_ops.kv_cache import Plane, PlaneList, occupies_memory
 from nwor_ops.ops.bound import bind
 from nwor_ops.ops.shadow import MOST_GROUPS
 from nwor_ops.overlap import Area, first_overlap
@@ -166,7 +166,7 @@ class ShadowPages(BoundToMemory):
         areas = [
             (group, Area.of(tensor))
             for group, tensor in zip(self.groups, tensors, strict=True)
-            if tensor.numel() > 0 and not has_no_data(tensor)
+            if occupies_memory(tensor)
         ]
         if (shared := first_overlap(areas)) is not None:
             raise ValueError(
@@ -359,7 +359,7 @@ def _check_shared_memory(planes: Mapping[str, Sequence[Plane]], first_blocks: Ma
         (name, _area_of_pages(plane, first_blocks[name], count))
         for name, of_group in planes.items()
         for plane in of_group
-        if plane.view.numel() > 0 and not has_no_data(plane.view)
+        if occupies_memory(plane.view)
     ]
     if (shared := first_overlap(areas)) is not None:
         one, other = sorted(shared, key=list(planes).index)

@@ -9,7 +9,7 @@ installs an import hook instead, which patches these modules after their first i
   (:mod:`nwor_ops.vllm.recurrent.plugin`). ``profile_run`` reserves the memory of the undo log.
 - The V2 runner's module, in addition: ``init_speculator`` (:mod:`nwor_ops.vllm.drafter.plugin`).
 - The scheduler's module, for mode ``"stage"`` (:mod:`nwor_ops.vllm.transaction.shadow_blocks`) and the metrics.
-- The GPU worker, which says that it goes to sleep.
+- The GPU worker, to copy counters to the host before the engine sleeps.
 - The V2 runner's warm-up, for mode ``"stage"``, the audit and the counters of the host.
 - vLLM's metrics loggers, for the metrics.
 - The engine core, which asks its workers for their features (:mod:`nwor_ops.vllm.presence`).

@@ -219,7 +219,7 @@ def test_type_error_is_described_only_if_there_is_one():
 
 @pytest.mark.parametrize("value", [torch.tensor([2, 3]), torch.zeros(0), torch.tensor(2j), numpy.array([2, 3])])
 def test_an_array_is_no_number(value):
-    """Tensors and arrays have the methods of numbers, but only those of one element are one."""
+    """Tensors and arrays have the methods of numbers, but only those with one element are numbers."""
     lens = torch.zeros(1, dtype=torch.int32)
     got = f"got a value of type {type(value).__name__}$"
     with pytest.raises(TypeError, match=f"^dcp_local_seq_lens: dcp_size must be an int, {got}"):

@@ -187,16 +187,16 @@ class SessionPublisher(Publisher, StepListener):
         session = self._owner()
         if session is None:
             return
-        self._ended, counters = session.begun, session.counters
+        self._ended = session.begun
         if self._warming_up is not None:
             if self._warming_up():
-                self._warm_up.copy_(counters, non_blocking=True)
+                self._warm_up.copy_(session.counters, non_blocking=True)
                 return
             self._warming_up = None
         now = time.monotonic()
         self._stale = now - self._copied < transport.PERIOD / 2
         if not self._stale:
-            self._copied = now
+            self._copied, counters = now, session.counters
             self._host.copy_(counters, non_blocking=True)
             if counters.is_cuda:
                 self._stream = torch.cuda.current_stream(counters.device)
