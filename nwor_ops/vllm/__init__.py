@@ -18,8 +18,8 @@ It is off unless a setting turns it on: ``VLLM_NWOR_MODE``, ``VLLM_NWOR_DRAFT_GR
 - ``preview``: predicts which features an engine will have, before it starts.
 """
 
-from nwor_ops.vllm.drafter.plugin import draft_graph_reports
-from nwor_ops.vllm.drafter.report import DraftGraphReport
+from nwor_ops.vllm.draft_graphs.plugin import draft_graph_reports
+from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
 from nwor_ops.vllm.plugin import check, register, sessions, unload
 from nwor_ops.vllm.recurrent.plugin import OneState, one_states
 

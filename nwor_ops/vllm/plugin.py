@@ -7,7 +7,7 @@ installs an import hook instead, which patches these modules after their first i
 - Both runner modules. ``GPUModelRunner.initialize_kv_cache`` attaches to the engine if its configuration asks for it,
   and patches everything else on instances. ``load_model`` prepares one state per request
   (:mod:`nwor_ops.vllm.recurrent.plugin`). ``profile_run`` reserves the memory of the undo log.
-- The V2 runner's module, in addition: ``init_speculator`` (:mod:`nwor_ops.vllm.drafter.plugin`).
+- The V2 runner's module, in addition: ``init_speculator`` (:mod:`nwor_ops.vllm.draft_graphs.plugin`).
 - The scheduler's module, for mode ``"stage"`` (:mod:`nwor_ops.vllm.transaction.shadow_blocks`) and the metrics.
 - The GPU worker, to copy counters to the host before the engine sleeps.
 - The V2 runner's warm-up, for mode ``"stage"``, the audit and the counters of the host.
@@ -35,7 +35,7 @@ import torch
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.transaction.counters import EngineStats, add_source, remove_source
 from nwor_ops.vllm import metrics, presence
-from nwor_ops.vllm.drafter import plugin as draft_graphs
+from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import Patches, undo_all, version_problem, when_undone

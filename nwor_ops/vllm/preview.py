@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from nwor_ops.config import SWITCH, NworConfig
-from nwor_ops.vllm.drafter.supported import check_graph_mode
+from nwor_ops.vllm.draft_graphs.supported import check_graph_mode
 from nwor_ops.vllm.hooks import check_library, check_vllm
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS, NO_SPECULATION, ONE_STATE, ONE_STATE_MODELS, TRANSACTION
 from nwor_ops.vllm.support.refusals import ALL_RECURRENT, CAPTURE_SIZES, Unsupported, check_engine
@@ -350,7 +350,7 @@ def _transaction(mode: str, vllm_config: Any, device: str, layers: _Layers | Non
 
 
 def _draft_graphs(feature: str, vllm_config: Any, device: str, layers: _Layers | None) -> Checks:
-    from nwor_ops.vllm.drafter.plugin import V1_HOOKS, V2_HOOKS
+    from nwor_ops.vllm.draft_graphs.plugin import V1_HOOKS, V2_HOOKS
 
     yield lambda: check_vllm(V2_HOOKS if vllm_config.use_v2_model_runner else V1_HOOKS, DRAFT_GRAPHS)
     yield lambda: check_engine(vllm_config, device, DRAFT_GRAPHS)
@@ -510,7 +510,7 @@ def _costs(
 
 def _graphs(vllm_config: Any) -> list[int]:
     """Return the request counts that get graphs."""
-    from nwor_ops.vllm.drafter.graphs import captured_counts
+    from nwor_ops.vllm.draft_graphs.graphs import captured_counts
 
     drafts = vllm_config.speculative_config.num_speculative_tokens
     return captured_counts(vllm_config, drafts + 1, vllm_config.scheduler_config.max_num_seqs)

@@ -273,7 +273,7 @@ def with_graphs(side: Side) -> Any:
     """Replace a side's drafter by ours, and return the object that did so."""
     from vllm.config.compilation import CUDAGraphMode
 
-    from nwor_ops.vllm.drafter.proposer import GraphedProposer
+    from nwor_ops.vllm.draft_graphs.proposer import GraphedProposer
 
     runner = SimpleNamespace(
         drafter=side.drafter,

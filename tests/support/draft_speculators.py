@@ -259,7 +259,7 @@ def sample(
 def make_sides(config: Any) -> tuple[Side, Side]:
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-    from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
+    from nwor_ops.vllm.draft_graphs.speculator import GraphedDraftModelSpeculator
 
     vanilla = Side(StandaloneARSpeculator, config)
     ours = Side(

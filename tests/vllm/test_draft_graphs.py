@@ -20,8 +20,8 @@ from processes import interpreted
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.drafter import plugin as draft_graphs
-from nwor_ops.vllm.drafter.supported import check_attention, check_graph_mode
+from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
+from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode
 from nwor_ops.vllm.hooks import check_vllm
 from nwor_ops.vllm.metrics import exporter, transport, worker
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS
@@ -254,7 +254,7 @@ def test_captured_request_counts(sizes: list[int], rows: int, tokens: int, first
 
 def capture_keys(schedule: list[int], sizes: list[int], tokens: int) -> dict[int, tuple[list[int], list[int]]]:
     """Return request counts of the first pass and of the loop, by number of drafts."""
-    from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
+    from nwor_ops.vllm.draft_graphs.speculator import GraphedDraftModelSpeculator
 
     config = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes, default=0))
     speculator = SimpleNamespace(
@@ -374,7 +374,7 @@ class Interrupted(str):
 
 def test_a_runner_may_count_while_the_publisher_reads() -> None:
     """A thread that failed with "dictionary changed size during iteration" would never publish again."""
-    from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
+    from nwor_ops.vllm.draft_graphs.speculator import GraphedDraftModelSpeculator
 
     mode, reason = Interrupted("loop"), Interrupted("more requests than the largest graph")
     mode.counter, reason.counter = Counter({("decode", mode): 3}), Counter({reason: 2})

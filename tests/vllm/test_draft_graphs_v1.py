@@ -17,7 +17,7 @@ from draft_configs import FullAttentionSpec, engine_config, group
 from engines import Engines, prompts
 from processes import interpreted
 
-from nwor_ops.vllm.drafter import plugin as draft_graphs
+from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
 from nwor_ops.vllm.hooks import check_vllm
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS
 from nwor_ops.vllm.support.refusals import Unsupported, check_engine

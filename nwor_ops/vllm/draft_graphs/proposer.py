@@ -32,7 +32,7 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 
 from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftMetadata, GraphKey
-from nwor_ops.vllm.drafter.graphs import (
+from nwor_ops.vllm.draft_graphs.graphs import (
     FAILED,
     MIXED,
     NOTHING_CAPTURED,
@@ -43,8 +43,8 @@ from nwor_ops.vllm.drafter.graphs import (
     Refuse,
     captured_counts,
 )
-from nwor_ops.vllm.drafter.metadata import LayerMetadata
-from nwor_ops.vllm.drafter.supported import check_attention, check_graph_mode
+from nwor_ops.vllm.draft_graphs.metadata import LayerMetadata
+from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS
 from nwor_ops.vllm.support.refusals import DRAFTER

@@ -32,7 +32,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, GraphKey
-from nwor_ops.vllm.drafter.graphs import (
+from nwor_ops.vllm.draft_graphs.graphs import (
     DUMMY_RUN,
     FAILED,
     MIXED,
@@ -44,8 +44,8 @@ from nwor_ops.vllm.drafter.graphs import (
     Refuse,
     captured_counts,
 )
-from nwor_ops.vllm.drafter.metadata import LayerMetadata, VllmDraftMetadata
-from nwor_ops.vllm.drafter.supported import check_attention, check_graph_mode
+from nwor_ops.vllm.draft_graphs.metadata import LayerMetadata, VllmDraftMetadata
+from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode
 from nwor_ops.vllm.support.refusals import Unsupported
 
 # Buffers of the runner with the batch that the target has just verified.

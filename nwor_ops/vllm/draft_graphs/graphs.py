@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import graph_capture
 from nwor_ops.config import NworConfig
 from nwor_ops.drafter import DraftLoop, GraphKey, keys_of_token_counts
 from nwor_ops.vllm import metrics
-from nwor_ops.vllm.drafter.report import DraftGraphReport
+from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.support.refusals import CAPTURE_SIZES, Unsupported
 

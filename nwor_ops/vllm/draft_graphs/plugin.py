@@ -2,9 +2,9 @@
 
 vLLM's V2 runner creates its speculator by calling ``init_speculator``, a name in the runner's module. This function is
 patched: if the configuration asks for draft graphs, it returns the speculator of
-:mod:`nwor_ops.vllm.drafter.speculator`, a subclass of ``StandaloneARSpeculator``. The V1 runner creates its drafter
-itself. After its cache is bound, :mod:`nwor_ops.vllm.drafter.proposer` replaces ``propose`` of that drafter and
-``capture_model`` of the runner. Nothing else in vLLM is changed.
+:mod:`nwor_ops.vllm.draft_graphs.speculator`, a subclass of ``StandaloneARSpeculator``. The V1 runner creates its
+drafter itself. After its cache is bound, :mod:`nwor_ops.vllm.draft_graphs.proposer` replaces ``propose`` of that
+drafter and ``capture_model`` of the runner. Nothing else in vLLM is changed.
 
 This module imports nothing from vLLM at import time. ``speculator``, ``proposer`` and ``metadata`` subclass and call
 vLLM, and are imported when the first drafter is created.
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.drafter.report import DraftGraphReport
+from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
 from nwor_ops.vllm.hooks import Hook, Patches, check_library, check_vllm
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS
 from nwor_ops.vllm.support.refusals import Unsupported, check_engine
@@ -180,7 +180,7 @@ def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any)
     config = NworConfig.load(vllm_config.additional_config)
     if not config.draft_graphs or not _may_have_graphs(config, V2_HOOKS, vllm_config, device, logger):
         return None
-    from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
+    from nwor_ops.vllm.draft_graphs.speculator import GraphedDraftModelSpeculator
 
     speculator = GraphedDraftModelSpeculator(
         vllm_config,
@@ -208,7 +208,7 @@ def attach(runner: Any, module: str, logger: Any) -> None:
         return
     if not _may_have_graphs(config, V1_HOOKS, runner.vllm_config, runner.device, logger):
         return
-    from nwor_ops.vllm.drafter.proposer import GraphedProposer
+    from nwor_ops.vllm.draft_graphs.proposer import GraphedProposer
 
     for old in [proposer for proposer in _proposers if proposer.runner is runner]:
         old.detach()
