@@ -14,7 +14,7 @@ It is off unless a setting turns it on: ``VLLM_NWOR_MODE``, ``VLLM_NWOR_DRAFT_GR
 - ``recurrent``: keeps one recurrent state per request.
 - ``drafter``: runs a draft model in CUDA graphs.
 - ``metrics``: publishes the counters, and compares them with the scheduler's.
-- ``presence``: asks the workers at start-up whether the features that the engine asked for are active.
+- ``feature_report``: asks the workers at start-up whether the features that the engine asked for are active.
 - ``preview``: predicts which features an engine will have, before it starts.
 """
 

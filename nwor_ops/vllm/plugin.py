@@ -12,7 +12,7 @@ installs an import hook instead, which patches these modules after their first i
 - The GPU worker, to copy counters to the host before the engine sleeps.
 - The V2 runner's warm-up, for mode ``"stage"``, the audit and the counters of the host.
 - vLLM's metrics loggers, for the metrics.
-- The engine core, which asks its workers for their features (:mod:`nwor_ops.vllm.presence`).
+- The engine core, which asks its workers for their features (:mod:`nwor_ops.vllm.feature_report`).
 
 With ``VLLM_NWOR=off`` the plugin patches only the key of the compile cache (:mod:`nwor_ops.vllm.environment`).
 """
@@ -34,7 +34,7 @@ import torch
 
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.transaction.counters import EngineStats, add_source, remove_source
-from nwor_ops.vllm import metrics, presence
+from nwor_ops.vllm import feature_report, metrics
 from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.errors import Errors
@@ -128,7 +128,7 @@ def _module_patches() -> dict[str, Callable[[ModuleType], None]]:
         "vllm.v1.worker.gpu.warmup": _patch_warmup_module,
         "vllm.v1.worker.gpu_worker": _patch_worker_module,
         "vllm.v1.metrics.loggers": metrics.patch_loggers_module,
-        "vllm.v1.engine.core": presence.patch_core_module,
+        "vllm.v1.engine.core": feature_report.patch_core_module,
         **stores.PATCHES,
     }
 
@@ -325,23 +325,23 @@ def sessions() -> list[Session]:
 
 
 def active_in(worker: Any) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the fields of :class:`~nwor_ops.vllm.presence.Active` for a worker in this process."""
-    runner, found = worker.model_runner, presence.Active()
+    """Return the fields of :class:`~nwor_ops.vllm.feature_report.Active` for a worker in this process."""
+    runner, found = worker.model_runner, feature_report.Active()
     session = _sessions.get(runner)
     if session is not None and session.manager is not None:
-        found.features[presence.TRANSACTION] = session.mode
+        found.features[feature_report.TRANSACTION] = session.mode
         if session.shadow_blocks is None:
-            found.memory[presence.UNDO_LOG] = session.manager.log_bytes
+            found.memory[feature_report.UNDO_LOG] = session.manager.log_bytes
         else:
-            found.memory[presence.SHADOW_PAGES] = session.shadow_blocks.num_bytes
+            found.memory[feature_report.SHADOW_PAGES] = session.shadow_blocks.num_bytes
     drafter = draft_graphs.graphed_drafter(runner)
     if drafter is not None:
-        found.features[presence.DRAFT_GRAPHS] = presence.ON
-        found.memory[presence.GRAPHS] = drafter.graphs.bytes
+        found.features[feature_report.DRAFT_GRAPHS] = feature_report.ON
+        found.memory[feature_report.GRAPHS] = drafter.graphs.bytes
     state = one_state.one_state_of(runner)
     if state is not None:
-        found.features[presence.RECURRENT] = state.form
-        found.memory[presence.RECORDS] = state.record_bytes
+        found.features[feature_report.RECURRENT] = state.form
+        found.memory[feature_report.RECORDS] = state.record_bytes
     return found.features, found.memory
 
 

@@ -30,7 +30,7 @@ UNDO_LOG, SHADOW_PAGES, GRAPHS, RECORDS = "undo_log", "shadow_pages", "draft_gra
 
 _WORDS = {feature.label: feature.words for feature in FEATURES.values()}
 _NEED_DRAFTS = tuple(feature.label for feature in FEATURES.values() if feature.needs_drafts)
-_patches = Patches("presence")
+_patches = Patches("feature report")
 
 
 @dataclass(frozen=True)

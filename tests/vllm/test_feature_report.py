@@ -19,7 +19,7 @@ from engines import ENGINE, ENVIRONMENT, SMALL, Engines, model_folder
 
 from nwor_ops.cli.bench_options import OURS, BenchOptions
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm import plugin, presence
+from nwor_ops.vllm import feature_report, plugin
 from nwor_ops.vllm.metrics import transport
 
 
@@ -125,7 +125,7 @@ def test_workers_without_the_plugin_are_named(engines: Engines) -> None:
 def test_a_worker_without_the_package_can_answer(tmp_path: Path) -> None:
     """The question is pickled with its code."""
     pickled = tmp_path / "question"
-    pickled.write_bytes(cloudpickle.dumps(presence._question()))
+    pickled.write_bytes(cloudpickle.dumps(feature_report._question()))
     code = f"import pickle; print(pickle.load(open({str(pickled)!r}, 'rb'))(None))"
     found = subprocess.run([sys.executable, "-S", "-c", _CLOUDPICKLE + code], capture_output=True, text=True)
     assert found.stdout == "None\n", found.stderr
@@ -144,9 +144,9 @@ _CLOUDPICKLE = f"import sys; sys.path.append({str(Path(cloudpickle.__file__).par
     ],
 )
 def test_every_worker_counts(workers: list[str | None], state: str, sentence: str | None) -> None:
-    asked = presence.asked_for(NworConfig(mode="cow"))
+    asked = feature_report.asked_for(NworConfig(mode="cow"))
     answers = [None if mode is None else asked | {"transaction": mode} for mode in workers]
-    states, sentences = presence.compare(asked, answers)
+    states, sentences = feature_report.compare(asked, answers)
     assert states == asked | {"transaction": state}
     assert len(sentences) == (sentence is not None)
     assert sentence is None or sentence in sentences[0]
@@ -154,21 +154,21 @@ def test_every_worker_counts(workers: list[str | None], state: str, sentence: st
 
 @pytest.mark.parametrize(("asked_form", "label"), [(False, "off"), (True, "exact"), ("chunk", "chunk")])
 def test_the_label_of_recurrent_states_is_their_form(asked_form: bool | str, label: str) -> None:
-    asked = presence.asked_for(NworConfig(recurrent=asked_form))
+    asked = feature_report.asked_for(NworConfig(recurrent=asked_form))
     assert asked["recurrent"] == label
-    assert presence.compare(asked, [dict(asked), dict(asked)]) == (asked, [])
+    assert feature_report.compare(asked, [dict(asked), dict(asked)]) == (asked, [])
 
 
 @pytest.mark.parametrize("feature", ["transaction", "draft", "recurrent"])
 def test_the_benchmark_waits_for_the_label_of_its_settings(feature: str, tmp_path: Path) -> None:
     options = BenchOptions(feature, (), tmp_path)
     label, value = options.label
-    assert presence.asked_for(NworConfig.load({}, options.settings(OURS)))[label] == value
+    assert feature_report.asked_for(NworConfig.load({}, options.settings(OURS)))[label] == value
 
 
 def test_a_worker_with_the_other_form_is_named() -> None:
-    asked = presence.asked_for(NworConfig(recurrent="chunk"))
-    states, sentences = presence.compare(asked, [dict(asked), asked | {"recurrent": "exact"}])
+    asked = feature_report.asked_for(NworConfig(recurrent="chunk"))
+    states, sentences = feature_report.compare(asked, [dict(asked), asked | {"recurrent": "exact"}])
     assert states == asked | {"recurrent": "missing"}
     assert sentences == [
         "one state per request: asked for (chunk), but not active in rank 1 of 2; rank 1 has exact: are the settings "
@@ -193,7 +193,7 @@ def test_each_feature_that_needs_drafts_is_named_without_speculation(caplog: pyt
         additional_config={"nwor": {"mode": "cow", "draft_graphs": True, "emit_metrics": False}},
         speculative_config=None,
     )
-    presence.report(config, lambda question: [], logging.getLogger("nwor"))
+    feature_report.report(config, lambda question: [], logging.getLogger("nwor"))
     assert [record.getMessage() for record in caplog.records] == [
         f"nwor: {words}: asked for, but not active: the engine does not speculate"
         for words in ("transaction", "draft graphs")
@@ -206,7 +206,7 @@ def test_an_error_in_the_report_does_not_stop_the_engine(caplog: pytest.LogCaptu
         raise AssertionError
 
     config = SimpleNamespace(additional_config={"nwor": {"mode": "cow"}}, speculative_config=object())
-    presence.report(config, ask, logging.getLogger("nwor"))
+    feature_report.report(config, ask, logging.getLogger("nwor"))
     [record] = caplog.records
     assert record.getMessage() == "nwor: it is not known which features are active in the workers"
 
@@ -214,5 +214,5 @@ def test_an_error_in_the_report_does_not_stop_the_engine(caplog: pytest.LogCaptu
 def test_nothing_is_asked_if_nothing_is_switched_on(caplog: pytest.LogCaptureFixture) -> None:
     asked: list[Any] = []
     config = SimpleNamespace(additional_config={}, speculative_config=object())
-    presence.report(config, lambda question: asked.append(question) or [], logging.getLogger("nwor"))
+    feature_report.report(config, lambda question: asked.append(question) or [], logging.getLogger("nwor"))
     assert (asked, caplog.records) == ([], [])
