@@ -547,7 +547,7 @@ def stop_comparing(worker: Any) -> None:
 def parts_of(runner: Any) -> list[tuple[Any, str, Any]]:
     """Return owner, name and value of each patch of a session, also in an older checkout (gpu_methods.py --other)."""
     from nwor_ops.vllm import sessions
-    from nwor_ops.vllm.runners import base
+    from nwor_ops.vllm.transaction.runners import base
 
     for name in ("patched_methods", "wrapped_methods"):
         if hasattr(base, name):

@@ -219,7 +219,7 @@ class Use:
 
 def hooks() -> Iterator[Use]:
     """Yield every hook in a module of the plugin that does not need vLLM."""
-    for name in ("plugin", "preview"):
+    for name in ("plugin", "check"):
         importlib.import_module(f"nwor_ops.vllm.{name}")
     for name, module in sorted(sys.modules.items()):
         if name.startswith("nwor_ops.vllm"):

@@ -151,19 +151,19 @@ def check(
     if not re.fullmatch(r"\d+\.\d", capability):
         raise typer.BadParameter(f"must be a number like 9.0, got {capability!r}", param_hint="--capability")
     with _shown("checking the engine's arguments"):
-        from nwor_ops.vllm import preview
+        from nwor_ops.vllm import check
 
-        machine = preview.Machine()
+        machine = check.Machine()
         if device is Device.CUDA:
             major, minor = map(int, capability.split("."))
-            machine = preview.describe_gpu((major, minor), int(gpu_memory * 2**30))
+            machine = check.describe_gpu((major, minor), int(gpu_memory * 2**30))
         from nwor_ops.cli.check import Outcome, as_json, as_json_of_error, outcome_of, print_preview
 
         cache_bytes = None if cache_memory is None else int(cache_memory * 2**30)
         found, outcome, problem = None, Outcome.INVALID, ""
         try:
-            found = preview.look(arguments, cache_bytes, machine)
-        except preview.InvalidEngine as error:
+            found = check.look(arguments, cache_bytes, machine)
+        except check.InvalidEngine as error:
             outcome, problem = Outcome.ENGINE, f"vLLM refuses these arguments: {error}"
         except ValueError as error:
             problem = str(error)

@@ -115,16 +115,16 @@ def _prepare(options: BenchOptions) -> Any:
     """Return vLLM's configuration, after the checks of ``nwor-ops check``. They need no server."""
     found = dict(os.environ)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of this process; vLLM reads it when it is imported
-    from nwor_ops.vllm import preview
+    from nwor_ops.vllm import check
 
     for name in filter(is_ours, found):
         del os.environ[name]
     os.environ.update(options.settings(OURS))
     try:
-        config = preview.configure(options.arguments)
+        config = check.configure(options.arguments)
         check_form(options, config.additional_config, found)
-        predictions = () if options.control else preview.look(options.arguments).predictions
-    except preview.InvalidEngine as error:
+        predictions = () if options.control else check.look(options.arguments).predictions
+    except check.InvalidEngine as error:
         raise Stopped(Outcome.ENGINE, f"vLLM refuses these arguments: {error}") from None
     except ValueError as error:
         raise Stopped(Outcome.INVALID, str(error)) from None

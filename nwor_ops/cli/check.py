@@ -1,4 +1,4 @@
-"""``nwor-ops check``: print what :mod:`nwor_ops.vllm.preview` finds out about an engine that has not started."""
+"""``nwor-ops check``: print what :mod:`nwor_ops.vllm.check` finds out about an engine that has not started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nwor_ops.vllm.preview import Prediction, Preview
+from nwor_ops.vllm.check import Prediction, Preview
 
 
 class Outcome(enum.IntEnum):

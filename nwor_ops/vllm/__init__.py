@@ -7,26 +7,26 @@ It is off unless a setting turns it on: ``VLLM_NWOR_MODE``, ``VLLM_NWOR_DRAFT_GR
 - ``hooks``: the one way to patch vLLM; :func:`unload` undoes all patches.
 - ``step_listener``: the events of a step.
 - ``support``: lists the supported and the refused configurations.
-- ``runners``: finds the start and the end of a step in vLLM's two model runners.
 - ``transaction``: runs the transaction of each step. It describes the target's layers and their attention back ends,
-  and handles KV connectors. It withholds the shadow pages of mode ``"stage"`` from the scheduler. Its audit checks
-  every byte.
+  and handles KV connectors. It withholds the shadow pages of mode ``"stage"`` from the scheduler. Its ``runners`` find
+  the start and the end of a step in vLLM's two model runners.
+- ``audit``: checks every byte at every step.
 - ``recurrent``: keeps one recurrent state per request.
 - ``drafter``: runs a draft model in CUDA graphs.
 - ``metrics``: publishes the counters, and compares them with the scheduler's.
 - ``feature_report``: asks the workers at start-up whether the features that the engine asked for are active.
-- ``preview``: predicts which features an engine will have, before it starts.
+- ``check``: predicts which features an engine will have, before it starts.
 """
 
 from nwor_ops.vllm.draft_graphs.plugin import draft_graph_reports
 from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
-from nwor_ops.vllm.plugin import check, register, sessions, unload
+from nwor_ops.vllm.plugin import check_hooks, register, sessions, unload
 from nwor_ops.vllm.recurrent.plugin import OneState, one_states
 
 __all__ = [
     "DraftGraphReport",
     "OneState",
-    "check",
+    "check_hooks",
     "draft_graph_reports",
     "one_states",
     "register",

@@ -44,14 +44,14 @@ from nwor_ops.vllm.recurrent import plugin as one_state
 from nwor_ops.vllm.recurrent import stores
 from nwor_ops.vllm.recurrent.supported import HOOKS as ONE_STATE_HOOKS
 from nwor_ops.vllm.recurrent.supported import RUNNER_MODULE as V2_RUNNER_MODULE
-from nwor_ops.vllm.runners.base import log_bytes
-from nwor_ops.vllm.runners.pipeline import HOOKS as PIPELINE_HOOKS
-from nwor_ops.vllm.runners.v1 import V1
-from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.support.features import DEVICES, DRAFT_GRAPHS, ONE_STATE, SUPPORTED_VERSIONS, TRANSACTION
 from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction import connectors, shadow_blocks
 from nwor_ops.vllm.transaction.layers.back_ends import KIMI_HOOKS
+from nwor_ops.vllm.transaction.runners.base import log_bytes
+from nwor_ops.vllm.transaction.runners.pipeline import HOOKS as PIPELINE_HOOKS
+from nwor_ops.vllm.transaction.runners.v1 import V1
+from nwor_ops.vllm.transaction.runners.v2 import V2
 from nwor_ops.vllm.transaction.session import Session
 from nwor_ops.vllm.transaction.supported import check_transaction
 
@@ -349,7 +349,7 @@ def _stats() -> EngineStats:
     return metrics.totals(sessions())
 
 
-def check() -> list[dict[str, Any]]:
+def check_hooks() -> list[dict[str, Any]]:
     """Check the vLLM version and each hook without starting an engine, for ``nwor-ops doctor``.
 
     Returns:
@@ -358,7 +358,7 @@ def check() -> list[dict[str, Any]]:
         transaction.
 
     Example:
-        >>> [row["hook"] for row in nwor_ops.vllm.check() if row["needed"] and not row["ok"]]
+        >>> [row["hook"] for row in nwor_ops.vllm.check_hooks() if row["needed"] and not row["ok"]]
         []
     """
     import vllm

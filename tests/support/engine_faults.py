@@ -49,7 +49,7 @@ def is_v2(runner: Any) -> bool:
 
 def state_audits(sessions: list[Any]) -> list[Any]:
     """Return the audits of K + 1 recurrent states."""
-    module = sys.modules.get("nwor_ops.vllm.recurrent.audit_vllm")
+    module = sys.modules.get("nwor_ops.vllm.audit.vllm_states")
     listeners = [listener for session in sessions for listener in session.listeners]
     return [listener for listener in listeners if module and isinstance(listener, module.VllmStateAudit)]
 

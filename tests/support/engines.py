@@ -200,7 +200,7 @@ def _job(
     from vllm import LLM
 
     import nwor_ops.vllm
-    from nwor_ops.vllm.recurrent.audit_vllm import VllmStateAudit
+    from nwor_ops.vllm.audit.vllm_states import VllmStateAudit
 
     llm = LLM(**arguments)
     if fault is not None and fault[0] == "forward":

@@ -368,7 +368,7 @@ class Scheduler:
 
 
 def run(checkpoints: bool, most_drafts: int, ring_rows: int, chunk: bool) -> dict[str, Any]:
-    from nwor_ops.vllm.recurrent.audit import StateAudit
+    from nwor_ops.vllm.audit.recurrent import StateAudit
 
     chance, generator = random.Random(11), torch.Generator().manual_seed(11)
     one_state_layers.ROWS, one_state_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + most_drafts)

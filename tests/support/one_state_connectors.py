@@ -27,9 +27,9 @@ from one_state_aligned import COLUMNS, ROWS, AlignedSide
 from one_state_layers import CONVOLUTION, GROUPS, Batch, K, configuration, normal_inputs, prepare_vllm, weights_of
 from torch import Tensor
 
-from nwor_ops.vllm.recurrent.audit import StateAudit
+from nwor_ops.vllm.audit.recurrent import StateAudit
+from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.recurrent.blocks import BlockOwners
-from nwor_ops.vllm.transaction.audit.undo import AuditError
 
 # Tokens of each request's prompt, and whether its last token is computed separately, in a window.
 PROMPTS = [(19, True), (16, False), (10, True), (17, True)]

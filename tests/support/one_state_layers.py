@@ -393,7 +393,7 @@ def run(
     chunk: bool = False,
 ) -> dict[str, Any]:
     """Run both engines on the same batches. Another model needs its sizes, layers, weights and inputs."""
-    from nwor_ops.vllm.recurrent.audit import StateAudit
+    from nwor_ops.vllm.audit.recurrent import StateAudit
 
     chance, generator = random.Random(7), torch.Generator().manual_seed(7)
     config = configuration(full_graphs, state, ranks, sizes, most_drafts, ring_rows, chunk)

@@ -27,9 +27,9 @@ from torch import Tensor
 from nwor_ops.config import NworConfig
 from nwor_ops.kv_cache import LayerCache
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
-from nwor_ops.vllm.runners import v1, v2
-from nwor_ops.vllm.runners.base import RunnerAttachment, start_audit
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.runners import v1, v2
+from nwor_ops.vllm.transaction.runners.base import RunnerAttachment, start_audit
 from nwor_ops.vllm.transaction.session import Session
 from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks
 

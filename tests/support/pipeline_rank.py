@@ -17,9 +17,9 @@ from packed_rows import write_rows
 
 from nwor_ops.config import NworConfig
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.runners.base import start_audit
-from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.runners.base import start_audit
+from nwor_ops.vllm.transaction.runners.v2 import V2
 from nwor_ops.vllm.transaction.session import Session
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH, K = 24, 4, 1, 4, 3

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.runners.base import start_audit
-from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.runners.base import start_audit
+from nwor_ops.vllm.transaction.runners.v2 import V2
 from nwor_ops.vllm.transaction.session import Session
 from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks
 

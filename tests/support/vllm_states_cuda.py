@@ -31,16 +31,16 @@ def main(case: str) -> None:
     use_interpreter()
     import vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn as module
 
-    from nwor_ops.vllm.recurrent import audit_vllm
+    from nwor_ops.vllm.audit import vllm_states
 
     torch.manual_seed(0)
     table = torch.arange(REQUESTS * TOKENS, dtype=torch.int32).view(REQUESTS, TOKENS) + 1
     padded = torch.cat([table, torch.zeros(1, TOKENS, dtype=torch.int32)])
     states = torch.randn(REQUESTS * TOKENS + 1, VALUE_HEADS, DV, DK) * 0.1
     A_log, dt_bias = torch.randn(VALUE_HEADS), torch.randn(VALUE_HEADS)
-    audit = audit_vllm.VllmStateAudit({A_log.data_ptr(): "layers.1"}, [Group(table)])
-    audit_vllm._audits[A_log.data_ptr()] = audit
-    original = vars(module)[audit_vllm.TRITON_KERNEL]
+    audit = vllm_states.VllmStateAudit({A_log.data_ptr(): "layers.1"}, [Group(table)])
+    vllm_states._audits[A_log.data_ptr()] = audit
+    original = vars(module)[vllm_states.TRITON_KERNEL]
 
     def planting(**arguments: Any) -> Any:
         out = original(**arguments)
@@ -48,8 +48,8 @@ def main(case: str) -> None:
             states[table[1, 2], 0, 3, 4] += 0.01
         return out
 
-    setattr(module, audit_vllm.TRITON_KERNEL, planting)
-    assert audit_vllm.watch_cuda_kernels()
+    setattr(module, vllm_states.TRITON_KERNEL, planting)
+    assert vllm_states.watch_cuda_kernels()
 
     def step(num_accepted: list[int]) -> None:
         count = REQUESTS * TOKENS
@@ -71,10 +71,10 @@ def main(case: str) -> None:
                 num_spec_decodes=REQUESTS, spec_state_indices_tensor=padded, num_accepted_tokens=accepted,
                 spec_query_start_loc=starts,
             )  # fmt: skip
-            call = audit_vllm.LayerCall.of_norm_kernel(layer, mixed, b, a, metadata)
+            call = vllm_states.LayerCall.of_norm_kernel(layer, mixed, b, a, metadata)
             audit.watched(call, lambda: original(**arguments))
         else:
-            vars(module)[audit_vllm.TRITON_KERNEL](**arguments)
+            vars(module)[vllm_states.TRITON_KERNEL](**arguments)
 
     sampled: list[int] | None = None
     try:
@@ -85,7 +85,7 @@ def main(case: str) -> None:
             states.view(torch.uint8)[table[0, 1], 1, 2, 3] ^= 1
         step([2, 1] if case == "wrong count" else sampled)
         audit.commit(lambda: [1, 1], undone=False)
-    except audit_vllm.AuditError as error:
+    except vllm_states.AuditError as error:
         print(error)
     else:
         print(json.dumps(audit.summary()))

@@ -7,8 +7,8 @@ import torch
 from packed_rows import write_rows
 
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.transaction.audit import undo
-from nwor_ops.vllm.transaction.audit.undo import AuditError, CacheAudit
+from nwor_ops.vllm.audit import undo
+from nwor_ops.vllm.audit.undo import AuditError, CacheAudit
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 4, 4, 2, 8

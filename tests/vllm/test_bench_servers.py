@@ -20,7 +20,7 @@ from tiny_models import write_served_llama
 from nwor_ops.cli.bench import Outcome, Stopped, _prepare, memory_arguments
 from nwor_ops.cli.bench_client import Client
 from nwor_ops.cli.bench_options import OURS, SIDES, VANILLA, BenchOptions
-from nwor_ops.vllm.preview import look
+from nwor_ops.vllm.check import look
 
 SPECULATION = ("--speculative-config", json.dumps(NGRAM))
 ONE_DRAFT = f"--speculative-config '{json.dumps(NGRAM | {'num_speculative_tokens': 1})}'"

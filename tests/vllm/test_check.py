@@ -18,7 +18,7 @@ from test_hybrid import QWEN3_NEXT
 
 from nwor_ops.cli.check import Outcome, as_json, outcome_of, print_preview
 from nwor_ops.cli.verify_engine import SMALL_ENGINE, STAGE_LENGTH
-from nwor_ops.vllm.preview import Prediction, Preview, Reason, configure, look
+from nwor_ops.vllm.check import Prediction, Preview, Reason, configure, look
 from nwor_ops.vllm.support.refusals import REFUSALS
 
 # The arguments of vllm serve for the engines of these tests.
@@ -105,10 +105,10 @@ import json, sys
 import vllm
 vllm.__version__ = "0.33.0"  # the version that has the features; the hooks are not compared
 from nwor_ops.cli.check import as_json
-from nwor_ops.vllm import preview
-machine = preview.describe_gpu((9, 0), 80 << 30)
+from nwor_ops.vllm import check
+machine = check.describe_gpu((9, 0), 80 << 30)
 for arguments in json.loads(sys.argv[1]):
-    print(json.dumps(json.loads(as_json(preview.look(arguments, machine=machine)))))
+    print(json.dumps(json.loads(as_json(check.look(arguments, machine=machine)))))
 """
 
 
@@ -151,8 +151,8 @@ def test_a_gpu_that_is_not_here_is_configured_as_if_it_were(tmp_path: pathlib.Pa
 
 CONFIGURED = """
 import json, sys
-from nwor_ops.vllm import preview
-preview.describe_gpu((9, 0), 80 << 30)
+from nwor_ops.vllm import check
+check.describe_gpu((9, 0), 80 << 30)
 from nwor_ops.cli.verify_engine import read_arguments
 for arguments in json.loads(sys.argv[1]):
     print(read_arguments(arguments).compilation_config.cudagraph_mode.name)
@@ -179,8 +179,8 @@ PLANNED = """
 import json, sys
 import torch
 from vllm.v1 import kv_cache_interface
-from nwor_ops.vllm import preview
-preview.describe_gpu((9, 0), 80 << 30)
+from nwor_ops.vllm import check
+check.describe_gpu((9, 0), 80 << 30)
 from nwor_ops.cli.verify_engine import read_arguments
 from nwor_ops.vllm.transaction.shadow_blocks import shadow_blocks
 for arguments, full, sliding, recurrent, (size, heads, width) in json.loads(sys.argv[1]):
@@ -197,7 +197,7 @@ for arguments, full, sliding, recurrent, (size, heads, width) in json.loads(sys.
              for kind, spec, layers in (("f", of_full, full), ("s", of_sliding, sliding), ("r", states, recurrent))
              for layer in range(layers)}
     config.cache_config.kv_cache_layout = "LBHNC"
-    cache = preview._plan_cache(config, specs, config.cache_config.kv_cache_memory_bytes)
+    cache = check._plan_cache(config, specs, config.cache_config.kv_cache_memory_bytes)
     shadow_blocks(config, cache)
     print(config.model_config.max_model_len)
 """

@@ -47,7 +47,7 @@ def _faults(mode: str) -> list[Fault]:
     from nwor_ops.vllm.metrics.agreement import SchedulerWatch
     from nwor_ops.vllm.metrics.transport import CounterFile
     from nwor_ops.vllm.metrics.worker import SessionPublisher
-    from nwor_ops.vllm.runners.v1 import V1
+    from nwor_ops.vllm.transaction.runners.v1 import V1
 
     recovery = {"cow": UndoLog, "stage": ShadowPages}[mode]
     return [

@@ -23,12 +23,12 @@ from packed_rows import write_rows
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.runners.base import log_bytes
+from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
+from nwor_ops.vllm.audit.shadow import StageAudit
+from nwor_ops.vllm.audit.undo import COMMITTED, FREE, AuditError, CacheAudit
 from nwor_ops.vllm.support.refusals import Unsupported
-from nwor_ops.vllm.transaction.audit.shadow import StageAudit
-from nwor_ops.vllm.transaction.audit.undo import COMMITTED, FREE, AuditError, CacheAudit
-from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.runners.base import log_bytes
 from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks, shadow_blocks
 from nwor_ops.vllm.transaction.supported import is_recurrent
 

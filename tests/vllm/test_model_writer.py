@@ -16,9 +16,9 @@ from torch import Tensor
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
 from nwor_ops.vllm.hooks import Patches
-from nwor_ops.vllm.runners import base
 from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction.layers.back_ends import target_layers
+from nwor_ops.vllm.transaction.runners import base
 
 LATENT, ROTATED, HEADS, BLOCKS, BLOCK = 32, 16, 2, 4, 8
 SCHEMAS = {

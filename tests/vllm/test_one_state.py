@@ -32,20 +32,20 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformType
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cursors import Cursors, SkippedRequests
+from nwor_ops.vllm.audit.recurrent import StateAudit
+from nwor_ops.vllm.audit.recurrent_groups import states_of
+from nwor_ops.vllm.audit.rerun import Rerun
+from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent import plugin, supported
 from nwor_ops.vllm.recurrent.align import PER_STATE, AlignedStates
-from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.blocks import BlockOwners
 from nwor_ops.vllm.recurrent.engine import GroupLayers
 from nwor_ops.vllm.recurrent.records import RecordGeometry
-from nwor_ops.vllm.recurrent.rerun import Rerun
 from nwor_ops.vllm.recurrent.supported import check_one_state
 from nwor_ops.vllm.support.features import ONE_STATE, ONE_STATE_MODELS
 from nwor_ops.vllm.support.refusals import REFUSALS, Unsupported
-from nwor_ops.vllm.transaction.audit.undo import AuditError
-from nwor_ops.vllm.transaction.audit.vllm_states import states_of
 
 GROUPS = 2  # of one_state_layers.py
 KDA = {"num_heads": 4, "head_dim": 128, "short_conv_kernel_size": 4}

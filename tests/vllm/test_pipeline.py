@@ -13,7 +13,7 @@ import torch
 from pipeline_rank import Engine
 
 from nwor_ops.transaction.in_flight import InFlightManager
-from nwor_ops.vllm.transaction.audit.undo import AuditError
+from nwor_ops.vllm.audit.undo import AuditError
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

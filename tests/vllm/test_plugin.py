@@ -138,15 +138,15 @@ def test_register_is_idempotent(engines: Engines) -> None:
 def test_hooks_match_this_vllm() -> None:
     import nwor_ops.vllm
 
-    assert [row for row in nwor_ops.vllm.check() if row["needed"] and not row["ok"]] == []
+    assert [row for row in nwor_ops.vllm.check_hooks() if row["needed"] and not row["ok"]] == []
 
 
 def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.v1.worker.gpu_model_runner as runner_module
 
     from nwor_ops.vllm.hooks import check_vllm
-    from nwor_ops.vllm.runners.v1 import V1
     from nwor_ops.vllm.support.refusals import Unsupported
+    from nwor_ops.vllm.transaction.runners.v1 import V1
 
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any, more: Any) -> None: ...
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from v2_runner import ADAPTIVE_BATCH, ADAPTIVE_SLOTS, SCHEDULER_OUTPUT, SLOTS, TABLE, AdaptiveRunner, Runner
 
-from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.support.refusals import Unsupported
+from nwor_ops.vllm.transaction.runners.v2 import V2
 
 MODES = pytest.mark.parametrize("mode", ["cow", "stage"])
 

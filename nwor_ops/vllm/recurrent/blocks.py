@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nwor_ops.recurrent.cursors import Cursors
+from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.hooks import Patches
-from nwor_ops.vllm.recurrent.audit import StateAudit
 
 
 class BlockOwners:

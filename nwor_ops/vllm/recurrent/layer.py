@@ -22,11 +22,11 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cache import RecurrentCache
+from nwor_ops.vllm.audit.recurrent import StateAudit
+from nwor_ops.vllm.audit.rerun import Rerun
 from nwor_ops.vllm.hooks import Patches, when_undone
-from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
 from nwor_ops.vllm.recurrent.records import RecordGeometry
-from nwor_ops.vllm.recurrent.rerun import Rerun
 from nwor_ops.vllm.recurrent.supported import has_one_state
 
 # The state tensor that vLLM passes to its kernel has two attributes: its layer, and its cache with the records. When

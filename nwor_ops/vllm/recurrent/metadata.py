@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionMetadataBuilder,
 )
 
-from nwor_ops.vllm.recurrent.audit import StateAudit
+from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.recurrent.blocks import to_device
 from nwor_ops.vllm.recurrent.engine import GroupLayers
 

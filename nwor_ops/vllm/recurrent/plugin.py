@@ -22,18 +22,18 @@ from torch import Tensor
 from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cursors import Cursors, SkippedRequests
 from nwor_ops.vllm import metrics
+from nwor_ops.vllm.audit.recurrent import StateAudit
+from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
+from nwor_ops.vllm.audit.vllm_states import audit_states
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent.align import AlignedStates
-from nwor_ops.vllm.recurrent.audit import StateAudit
-from nwor_ops.vllm.recurrent.audit_vllm import audit_states
 from nwor_ops.vllm.recurrent.blocks import BlockOwners, to_device
 from nwor_ops.vllm.recurrent.engine import GroupLayers
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import has_one_state, kind_of, problem_of
 from nwor_ops.vllm.support.features import ONE_STATE
 from nwor_ops.vllm.support.refusals import NOT_ONE_STATE, Unsupported
-from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
 from nwor_ops.vllm.transaction.session import Session
 from nwor_ops.vllm.transaction.supported import is_recurrent
 

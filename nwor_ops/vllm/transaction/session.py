@@ -27,11 +27,11 @@ from nwor_ops.transaction.in_flight import Deferred, InFlightManager
 from nwor_ops.transaction.manager import DraftCommitManager, set_current_manager
 from nwor_ops.transaction.state import State, is_capturing
 from nwor_ops.transaction.window import Window
+from nwor_ops.vllm.audit.undo import CacheAudit
 from nwor_ops.vllm.errors import CannotContinue, Errors
 from nwor_ops.vllm.hooks import Patches, check_library
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.support.features import TRANSACTION
-from nwor_ops.vllm.transaction.audit.undo import CacheAudit
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
 from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks
 

@@ -315,10 +315,10 @@ Checks = Iterator[Callable[[], object]]
 
 
 def _transaction(mode: str, vllm_config: Any, device: str, layers: _Layers | None) -> Checks:
-    from nwor_ops.vllm.runners.pipeline import HOOKS as PIPELINE_HOOKS
-    from nwor_ops.vllm.runners.v1 import V1
-    from nwor_ops.vllm.runners.v2 import V2
     from nwor_ops.vllm.transaction.layers.back_ends import maker_of
+    from nwor_ops.vllm.transaction.runners.pipeline import HOOKS as PIPELINE_HOOKS
+    from nwor_ops.vllm.transaction.runners.v1 import V1
+    from nwor_ops.vllm.transaction.runners.v2 import V2
     from nwor_ops.vllm.transaction.shadow_blocks import HOOKS as SHADOW_HOOKS
     from nwor_ops.vllm.transaction.shadow_blocks import check_scheduler, shadow_blocks
 
@@ -495,7 +495,7 @@ def _costs(
         form = "chunk" if NworConfig.load(vllm_config.additional_config).chunk else "exact"
         return _fits(vanilla, _with_one_state(arguments, cache_bytes, form))
     if feature == COW:
-        from nwor_ops.vllm.runners.base import max_draft_tokens, undo_log_bytes
+        from nwor_ops.vllm.transaction.runners.base import max_draft_tokens, undo_log_bytes
 
         specs = layers.specs.values()
         log = undo_log_bytes(specs, max_draft_tokens(vllm_config), vllm_config.parallel_config.pipeline_parallel_size)

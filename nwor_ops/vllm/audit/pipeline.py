@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.vllm.transaction.audit.undo import AuditedStep, AuditError, CacheAudit, bytes_of, slots_of
+from nwor_ops.vllm.audit.undo import AuditedStep, AuditError, CacheAudit, bytes_of, slots_of
 from nwor_ops.vllm.transaction.layers.target import TargetLayer, same_place
 
 # The arguments of one layer's writer in a step: key, value, slots, and the back end's further arguments.

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.vllm.recurrent.rerun import bytes_of, windows_of
+from nwor_ops.vllm.audit.rerun import bytes_of, windows_of
+from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.step_listener import StepListener
-from nwor_ops.vllm.transaction.audit.undo import AuditError
 
 
 class StateAudit(StepListener):

@@ -4,7 +4,7 @@ With vLLM's V1 runner, every step is compared. The expected bytes come from vLLM
 writes this step's keys and values into a copy of the cache from before the step, at the slots of prompt, target and
 accepted tokens only. The audit therefore shares no code with what it checks. It neither calls our kernels nor uses our
 decision which drafts were rejected; it counts vLLM's sampled tokens on the host. For a hybrid model, only the recurrent
-states that the step may change are left out (:mod:`nwor_ops.vllm.transaction.audit.vllm_states`).
+states that the step may change are left out (:mod:`nwor_ops.vllm.audit.recurrent_groups`).
 
 The rows that a step writes are recorded on the device, by a copy at each write site into buffers with fixed addresses.
 A CUDA graph captures these copies, so a replay is audited like an eager step.
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from nwor_ops.kv_cache import Plane
+from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
 from nwor_ops.vllm.step_listener import StepListener
-from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
 from nwor_ops.vllm.transaction.layers.target import TargetLayer, same_place
 
 FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3

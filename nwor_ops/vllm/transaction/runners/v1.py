@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nwor_ops.transaction.window import Window, numbers_on
 from nwor_ops.vllm.hooks import Hook
-from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, runner_hooks
 from nwor_ops.vllm.support.refusals import OTHER_GROUP
+from nwor_ops.vllm.transaction.runners.base import RunnerAttachment, named_layers, runner_hooks
 from nwor_ops.vllm.transaction.session import Session, Step
 
 _MODULE = "vllm.v1.worker.gpu_model_runner"

@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nwor_ops.vllm.transaction.audit.undo import (
+from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
+from nwor_ops.vllm.audit.undo import (
     SHADOW,
     AuditedStep,
     AuditError,
@@ -31,7 +32,6 @@ from nwor_ops.vllm.transaction.audit.undo import (
     slot_elements,
     slots_of,
 )
-from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.window import Window
 from nwor_ops.vllm.hooks import Hook, check_vllm
-from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, runner_hooks
-from nwor_ops.vllm.runners.pipeline import HOOKS as PIPELINE_HOOKS
-from nwor_ops.vllm.runners.pipeline import PipelineRank
 from nwor_ops.vllm.support.refusals import NEW_TOKENS
+from nwor_ops.vllm.transaction.runners.base import RunnerAttachment, named_layers, runner_hooks
+from nwor_ops.vllm.transaction.runners.pipeline import HOOKS as PIPELINE_HOOKS
+from nwor_ops.vllm.transaction.runners.pipeline import PipelineRank
 from nwor_ops.vllm.transaction.session import Session, Step
 
 _MODULE = "vllm.v1.worker.gpu.model_runner"

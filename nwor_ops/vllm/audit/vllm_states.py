@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
+from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.step_listener import StepListener
-from nwor_ops.vllm.transaction.audit.undo import AuditError
-from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
 
 Result = TypeVar("Result")
 

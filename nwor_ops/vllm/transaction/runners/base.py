@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
+from nwor_ops.vllm.audit.pipeline import PipelineAudit
+from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup, states_of
+from nwor_ops.vllm.audit.shadow import StageAudit
+from nwor_ops.vllm.audit.undo import CacheAudit
 from nwor_ops.vllm.hooks import Hook, check_vllm
 from nwor_ops.vllm.support.refusals import ALL_RECURRENT, HYBRID_PIPELINE, TAKEN_LAYERS, UNNAMED_LAYERS, Unsupported
-from nwor_ops.vllm.transaction.audit.pipeline import PipelineAudit
-from nwor_ops.vllm.transaction.audit.shadow import StageAudit
-from nwor_ops.vllm.transaction.audit.undo import CacheAudit
-from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup, states_of
 from nwor_ops.vllm.transaction.connectors import ConnectorAttachment
 from nwor_ops.vllm.transaction.layers.back_ends import (
     KIMI_ATTENTION,
