@@ -16,7 +16,7 @@ from typing import Any
 import made_tables
 import torch
 
-from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.recurrent.page import RecordGeometry
 
 DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "guides" / "hybrid-models.md"
 DRAFTS = 3

@@ -40,8 +40,8 @@ from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import Patches, undo_all, version_problem, when_undone
 from nwor_ops.vllm.metrics import agreement
+from nwor_ops.vllm.recurrent import connectors as recurrent_connectors
 from nwor_ops.vllm.recurrent import plugin as one_state
-from nwor_ops.vllm.recurrent import stores
 from nwor_ops.vllm.recurrent.supported import HOOKS as ONE_STATE_HOOKS
 from nwor_ops.vllm.recurrent.supported import RUNNER_MODULE as V2_RUNNER_MODULE
 from nwor_ops.vllm.support.features import DEVICES, DRAFT_GRAPHS, ONE_STATE, SUPPORTED_VERSIONS, TRANSACTION
@@ -129,7 +129,7 @@ def _module_patches() -> dict[str, Callable[[ModuleType], None]]:
         "vllm.v1.worker.gpu_worker": _patch_worker_module,
         "vllm.v1.metrics.loggers": metrics.patch_loggers_module,
         "vllm.v1.engine.core": feature_report.patch_core_module,
-        **stores.PATCHES,
+        **recurrent_connectors.PATCHES,
     }
 
 

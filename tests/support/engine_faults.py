@@ -132,13 +132,13 @@ def _of_verify(_: Any) -> list[Fault]:
 
 
 def _of_fold(_: Any) -> list[Fault]:
-    from nwor_ops.vllm.recurrent.engine import GroupLayers
+    from nwor_ops.vllm.recurrent.group import GroupLayers
 
     return [Fault(GroupLayers, "fold_planned", 3, "")]
 
 
 def _of_copies(_: Any) -> list[Fault]:
-    from nwor_ops.vllm.recurrent.align import AlignedStates
+    from nwor_ops.vllm.recurrent.prefix_caching import AlignedStates
 
     return [Fault(AlignedStates, "_blocks", 3, "")]
 

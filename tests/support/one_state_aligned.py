@@ -51,7 +51,7 @@ class AlignedSide(Side):
         from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
         from nwor_ops.vllm.hooks import Patches
-        from nwor_ops.vllm.recurrent.align import AlignedStates
+        from nwor_ops.vllm.recurrent.prefix_caching import AlignedStates
 
         super().__init__(config, *args)
         self.block = config.cache_config.mamba_block_size
@@ -132,7 +132,7 @@ class CheckpointSide(AlignedSide):
     """
 
     def __init__(self, *args: Any) -> None:
-        from nwor_ops.vllm.recurrent.blocks import BlockOwners
+        from nwor_ops.vllm.recurrent.block_reuse import BlockOwners
 
         super().__init__(*args)
         self.stale = 0

@@ -80,7 +80,7 @@ def main() -> None:
     import triton.language as tl
     from vllm.third_party.flash_linear_attention.ops import fused_recurrent, kda
 
-    from nwor_ops.vllm.recurrent import bailing
+    from nwor_ops.vllm.recurrent.models import bailing
 
     fused_recurrent.exp = lambda x: tl.exp(x)  # by the name that the interpreter knows
     kernel = kda.fused_recurrent_gated_delta_rule_fwd_kernel

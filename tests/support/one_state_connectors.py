@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.audit.undo import AuditError
-from nwor_ops.vllm.recurrent.blocks import BlockOwners
+from nwor_ops.vllm.recurrent.block_reuse import BlockOwners
 
 # Tokens of each request's prompt, and whether its last token is computed separately, in a window.
 PROMPTS = [(19, True), (16, False), (10, True), (17, True)]

@@ -109,7 +109,7 @@ def main() -> None:
     layer = import_layer()
     from vllm.models.glm5next.nvidia.ops.third_party.kda import fused_recurrent, kernels
 
-    from nwor_ops.vllm.recurrent import glm
+    from nwor_ops.vllm.recurrent.models import glm
 
     fused_recurrent.exp = lambda x: tl.exp(x)  # the name that the interpreter knows
     name = "fused_recurrent_gated_delta_rule_fwd_kernel"

@@ -91,7 +91,7 @@ def main() -> None:
     import triton.language as tl
     from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent
 
-    from nwor_ops.vllm.recurrent import kimi
+    from nwor_ops.vllm.recurrent.models import kimi
 
     # The names that the interpreter knows.
     fused_recurrent.exp, fused_recurrent.log = (lambda x: tl.exp(x)), (lambda x: tl.log(x))

@@ -140,7 +140,7 @@ def convolve_windows(x: Tensor, conv_state: Tensor, weight: Tensor, bias: None, 
 
 def furnished(layer: Any, given: dict[str, Any], config: Any) -> Any:
     """Return a layer with only the attributes set here. ``one_state``: whether it is ours."""
-    from nwor_ops.vllm.recurrent.records import RecordGeometry
+    from nwor_ops.vllm.recurrent.page import RecordGeometry
 
     if given["one_state"]:
         given = given | {"geometry": RecordGeometry.of(config), "_most_audited_tokens": 64}
@@ -168,7 +168,7 @@ class Side:
         from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
         from nwor_ops.recurrent.cursors import Cursors
-        from nwor_ops.vllm.recurrent.engine import GroupLayers
+        from nwor_ops.vllm.recurrent.group import GroupLayers
         from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
         self.one_state, self.fused_norm = one_state, fused_norm
@@ -513,7 +513,7 @@ def prepare_vllm() -> None:
     import triton.language as tl
     from vllm.third_party.flash_linear_attention.ops import fused_recurrent, fused_sigmoid_gating, layernorm_guard
 
-    from nwor_ops.vllm.recurrent import qwen
+    from nwor_ops.vllm.recurrent.models import qwen
 
     fused_recurrent.exp = lambda x: tl.exp(x)  # the name that the interpreter knows
     layernorm_guard.num_compute_units = lambda index: 1

@@ -94,7 +94,7 @@ def main() -> None:
     import triton.language as tl
     from vllm.third_party.flash_linear_attention.ops import fused_recurrent
 
-    from nwor_ops.vllm.recurrent import olmo
+    from nwor_ops.vllm.recurrent.models import olmo
 
     fused_recurrent.exp = lambda x: tl.exp(x)  # the name that the interpreter knows
     kernel = fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel

@@ -39,10 +39,10 @@ from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent import plugin, supported
-from nwor_ops.vllm.recurrent.align import PER_STATE, AlignedStates
-from nwor_ops.vllm.recurrent.blocks import BlockOwners
-from nwor_ops.vllm.recurrent.engine import GroupLayers
-from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.recurrent.block_reuse import BlockOwners
+from nwor_ops.vllm.recurrent.group import GroupLayers
+from nwor_ops.vllm.recurrent.page import RecordGeometry
+from nwor_ops.vllm.recurrent.prefix_caching import PER_STATE, AlignedStates
 from nwor_ops.vllm.recurrent.supported import check_one_state
 from nwor_ops.vllm.support.features import ONE_STATE, ONE_STATE_MODELS
 from nwor_ops.vllm.support.refusals import REFUSALS, Unsupported
@@ -328,7 +328,7 @@ def test_the_ops_take_states_and_records_that_lie_in_pages() -> None:
 
 def unbound_layer() -> Any:
     """Return a layer of the plugin without weights and without a cache."""
-    from nwor_ops.vllm.recurrent.qwen import OneStateGatedDeltaNet
+    from nwor_ops.vllm.recurrent.models.qwen import OneStateGatedDeltaNet
 
     layer: Any = OneStateGatedDeltaNet.__new__(OneStateGatedDeltaNet)
     torch.nn.Module.__init__(layer)
@@ -509,7 +509,7 @@ def test_ple_has_one_state_and_reads_the_first_block_only(monkeypatch: pytest.Mo
     from vllm.v1.attention.backends.short_conv_attn import PleShortConvAttentionMetadataBuilder
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
-    from nwor_ops.vllm.recurrent import qwen4
+    from nwor_ops.vllm.recurrent.models import qwen4
 
     monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
     monkeypatch.setattr(Qwen4ExpPLELayer, "get_kv_cache_spec", Qwen4ExpPLELayer.get_kv_cache_spec)  # undone

@@ -16,8 +16,8 @@ import torch
 from processes import environment, interpreted
 
 from nwor_ops.recurrent.cache import CHUNK
-from nwor_ops.vllm.recurrent import stores, supported
-from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.recurrent import connectors, supported
+from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.support.connectors import CONNECTORS
 
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
@@ -67,7 +67,7 @@ def test_what_is_wrong_without(missing: str, said: str) -> None:
 @pytest.fixture
 def layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Configurations with ``rows`` have one state per request; a window of theirs has so many tokens."""
-    monkeypatch.setattr(stores, "has_one_state", lambda config: config.rows > 0)
+    monkeypatch.setattr(connectors, "has_one_state", lambda config: config.rows > 0)
     monkeypatch.setattr(RecordGeometry, "of", lambda config: replace(GEOMETRY, rows=config.rows))
 
 
@@ -76,21 +76,21 @@ def wrapped(connector: str, **contents: Any) -> Any:
     name = supported.CONNECTOR_HOOKS[connector].module
     module = ModuleType(name)
     vars(module).update(contents)
-    stores.PATCHES[name](module)
+    connectors.PATCHES[name](module)
     return module
 
 
 def test_an_exact_ring_and_a_chunk_of_one_size_have_different_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "has_one_state", lambda config: True)
+    monkeypatch.setattr(connectors, "has_one_state", lambda config: True)
     monkeypatch.setattr(RecordGeometry, "of", lambda config: config)
     ring = replace(GEOMETRY, ring_rows=CHUNK - 1 + GEOMETRY.rows)
     chunk = replace(ring, chunk=CHUNK)
     assert ring.num_bytes == chunk.num_bytes
-    assert stores.layout_of(ring) != stores.layout_of(chunk)
+    assert connectors.layout_of(ring) != connectors.layout_of(chunk)
 
 
 def test_each_connector_that_shares_pages_has_a_hook_that_fits() -> None:
-    assert {hook.module for hook in supported.CONNECTOR_HOOKS.values()} == set(stores.PATCHES)
+    assert {hook.module for hook in supported.CONNECTOR_HOOKS.values()} == set(connectors.PATCHES)
     assert {name for name in supported.CONNECTOR_HOOKS if CONNECTORS[name].one_state} == set()
     for hook in supported.CONNECTOR_HOOKS.values():
         assert hook.problem() is None

@@ -26,7 +26,7 @@ from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.audit.rerun import Rerun
 from nwor_ops.vllm.hooks import Patches, when_undone
 from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
-from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import has_one_state
 
 # The state tensor that vLLM passes to its kernel has two attributes: its layer, and its cache with the records. When

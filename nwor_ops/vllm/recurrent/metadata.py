@@ -28,8 +28,8 @@ from vllm.v1.attention.backends.gdn_attn import (
 )
 
 from nwor_ops.vllm.audit.recurrent import StateAudit
-from nwor_ops.vllm.recurrent.blocks import to_device
-from nwor_ops.vllm.recurrent.engine import GroupLayers
+from nwor_ops.vllm.recurrent.block_reuse import to_device
+from nwor_ops.vllm.recurrent.group import GroupLayers
 
 
 @dataclass

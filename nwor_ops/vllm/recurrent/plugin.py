@@ -27,10 +27,10 @@ from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
 from nwor_ops.vllm.audit.vllm_states import audit_states
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
-from nwor_ops.vllm.recurrent.align import AlignedStates
-from nwor_ops.vllm.recurrent.blocks import BlockOwners, to_device
-from nwor_ops.vllm.recurrent.engine import GroupLayers
-from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.recurrent.block_reuse import BlockOwners, to_device
+from nwor_ops.vllm.recurrent.group import GroupLayers
+from nwor_ops.vllm.recurrent.page import RecordGeometry
+from nwor_ops.vllm.recurrent.prefix_caching import AlignedStates
 from nwor_ops.vllm.recurrent.supported import has_one_state, kind_of, problem_of
 from nwor_ops.vllm.support.features import ONE_STATE
 from nwor_ops.vllm.support.refusals import NOT_ONE_STATE, Unsupported

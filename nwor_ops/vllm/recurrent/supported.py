@@ -11,7 +11,7 @@ from typing import Any
 from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cache import CHUNK_WIDTH, MOST_CHUNK_WINDOW
 from nwor_ops.vllm.hooks import Hook, check_library, check_vllm
-from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.support.connectors import connectors_of
 from nwor_ops.vllm.support.features import CHUNK_CAPABILITIES, KEY_WIDTHS, ONE_STATE, VALUE_WIDTHS
 from nwor_ops.vllm.support.refusals import (
@@ -62,7 +62,7 @@ class LayerKind:
 
 QWEN = LayerKind(
     "QwenGatedDeltaNetAttention",
-    "nwor_ops.vllm.recurrent.qwen",
+    "nwor_ops.vllm.recurrent.models.qwen",
     (
         Hook(
             _QWEN,
@@ -99,12 +99,12 @@ QWEN4 = LayerKind(
              "common_prefix_len, common_attn_metadata, fast_build, num_accepted_tokens, num_decode_draft_tokens_cpu, "
              "kwargs", cuda=True),
     ),
-    installer="nwor_ops.vllm.recurrent.qwen4",
+    installer="nwor_ops.vllm.recurrent.models.qwen4",
     without_record=("Qwen4ExpPLELayer",),
 )  # fmt: skip
 KIMI = LayerKind(
     "KimiGatedDeltaNetAttention",
-    "nwor_ops.vllm.recurrent.kimi",
+    "nwor_ops.vllm.recurrent.models.kimi",
     (
         Hook(_KIMI, "KimiGatedDeltaNetAttention.__init__", "config, vllm_config, prefix"),
         Hook(_KIMI, "KimiGatedDeltaNetAttention.get_state_shape", ""),
@@ -121,7 +121,7 @@ KIMI = LayerKind(
 )
 OLMO = LayerKind(
     "OlmoHybridGatedDeltaNetAttention",
-    "nwor_ops.vllm.recurrent.olmo",
+    "nwor_ops.vllm.recurrent.models.olmo",
     (
         Hook(_OLMO, "OlmoHybridGatedDeltaNetAttention.__init__", "config, vllm_config, prefix"),
         Hook(_OLMO, "OlmoHybridGatedDeltaNetAttention.get_state_shape", ""),
@@ -147,7 +147,7 @@ OLMO = LayerKind(
 # vLLM's package for this model has imports that a CPU installation may lack.
 GLM = LayerKind(
     "Glm5NextLinearAttention",
-    "nwor_ops.vllm.recurrent.glm",
+    "nwor_ops.vllm.recurrent.models.glm",
     (
         Hook(_GLM, "Glm5NextLinearAttention.__init__", "config, vllm_config, prefix", cuda=True),
         Hook(_GLM, "Glm5NextLinearAttention.get_kv_cache_spec", "vllm_config", cuda=True),
@@ -166,7 +166,7 @@ GLM = LayerKind(
 )
 BAILING = LayerKind(
     "BailingMoeV3KimiDeltaAttention",
-    "nwor_ops.vllm.recurrent.bailing",
+    "nwor_ops.vllm.recurrent.models.bailing",
     (
         Hook(
             _BAILING,
@@ -255,7 +255,7 @@ _V1 = "vllm.distributed.kv_transfer.kv_connector.v1."
 _NIXL = Hook(
     _V1 + "nixl.base_worker", "compute_nixl_compatibility_hash", "vllm_config, attn_backend_name, transfer_mode"
 )
-# vLLM functions that recurrent/stores.py patches, by KV connector. Only those of an engine's connectors are checked.
+# vLLM functions that connectors.py patches, by KV connector. Only those of an engine's connectors are checked.
 CONNECTOR_HOOKS = {
     "OffloadingConnector": Hook(
         _V1 + "offloading_connector", "build_offloading_config", "vllm_config, kv_cache_config"
@@ -276,7 +276,7 @@ def check_one_state(geometry: Any, state_dtype: Any) -> None:
     """Check that the kernel supports states of this shape and dtype.
 
     Args:
-        geometry: a :class:`~nwor_ops.vllm.recurrent.records.RecordGeometry`.
+        geometry: a :class:`~nwor_ops.vllm.recurrent.page.RecordGeometry`.
         state_dtype: dtype of the states, as ``torch.dtype``.
     """
     for what, width, known in (
@@ -303,7 +303,7 @@ def check_chunk(vllm_config: Any, geometry: Any, capability: Any) -> None:
 
     Args:
         vllm_config: vLLM's configuration.
-        geometry: a :class:`~nwor_ops.vllm.recurrent.records.RecordGeometry`.
+        geometry: a :class:`~nwor_ops.vllm.recurrent.page.RecordGeometry`.
         capability: compute capability of the GPU, a pair of numbers. None: this machine has no GPU.
     """
     if geometry.per_channel:

@@ -80,7 +80,7 @@ IN_ORDER = "reads_kv_cache_in_order"
 # reads the state in a block with a cache key, in wait_for_save or later. Or it reads the last block of a request that
 # generates one token, after the forward of that step. In other blocks the last window's accepted tokens may be pending.
 COMPLETE_STATES = "reads_complete_states"
-# Tiers of OffloadingConnector whose keys contain the model's name. recurrent/stores.py adds the record's size to it.
+# Tiers of OffloadingConnector whose keys contain the model's name. recurrent/connectors.py adds the layout to it.
 NAMED_TIERS = ("fs", "obj", "p2p")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.models.qwen4_exp.nvidia.ple_layer import Qwen4ExpPLELayer
 
 from nwor_ops.vllm.hooks import Patches
-from nwor_ops.vllm.recurrent import qwen
+from nwor_ops.vllm.recurrent.models import qwen
 from nwor_ops.vllm.recurrent.supported import has_one_state
 
 _patches = Patches("one state: PLE")

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from nwor_ops.vllm.hooks import Decorator, Patches
-from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import CONNECTOR_HOOKS, has_one_state
 
 _patches = Patches("one state: connectors")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.hooks import Patches
-from nwor_ops.vllm.recurrent.engine import GroupLayers
+from nwor_ops.vllm.recurrent.group import GroupLayers
 
 # Fields of the vLLM context that its kernels read. Each has one entry per state.
 PER_STATE = (
