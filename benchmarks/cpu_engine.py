@@ -6,24 +6,22 @@ The engine has one thread and runs the demo's workload (24 requests, at most 12 
 Between two runs, everything of NWOR is removed from its worker or attached again. Both sides therefore have the same
 memory and process; two engines of the same kind differ by more than the effect to be measured. ``tiny`` is the demo's
 model with steps under 2 ms, the worst case for a fixed cost per step. ``small`` has 60 million parameters. It takes two
-minutes.
-
-On a processor with AMX our writer does not support the order of the pages, so it only logs before vLLM's writer. These
-rows go to a separate file, ``cpu_engine_amx``.
+minutes. On a processor with AMX our writer does not support the order of the pages, so it only logs before vLLM's
+writer. These rows go to a separate file, ``cpu_engine_amx``.
 """
 
 from __future__ import annotations
 
 import pathlib
+import sys
 import tempfile
 from typing import Any
 
 import torch
-from gpu_engine import check_windows
+from engine_child import describe_plugin, switch_transactions
 from results import Row, ratios, row, save
 
-from nwor_ops.cli.demo import make_job
-from nwor_ops.cli.demo_options import DemoOptions
+from nwor_ops.cli.demo_engine import DemoEngine, serve
 from nwor_ops.testing.engine_process import EngineProcess, engine_environment
 from nwor_ops.testing.tiny_llama import Size, write_tiny_llama
 
@@ -32,13 +30,23 @@ SIZES = {
     "small": (Size(layers=10, hidden=768, heads=12, kv_heads=4, intermediate=2048), 20),
 }
 LEAST = 0.97
-CHILD = pathlib.Path(__file__).with_name("cpu_engine_child.py")
+
+
+class SwitchedEngine(DemoEngine):
+    """The engine of the demo. ``on`` and ``off`` serve all requests with and without NWOR."""
+
+    def answer(self, line: str) -> dict[str, Any]:
+        worker = self.llm.llm_engine.model_executor.driver_worker.worker
+        begun = switch_transactions(worker, line == "on")
+        return self.run() | {"windows": describe_plugin(worker)["windows"] - begun}
 
 
 def measure(name: str, size: Size, rounds: int, folder: pathlib.Path) -> list[Row]:
+    from nwor_ops.cli.demo import make_job
+    from nwor_ops.cli.demo_options import DemoOptions
+
     job = make_job(DemoOptions(output=folder), str(write_tiny_llama(folder / name, size=size)))
-    environment = engine_environment("cow", audit=False, offline=True)
-    engine = EngineProcess(name, job, folder, environment, program=(str(CHILD),))
+    engine = EngineProcess(name, job, folder, engine_environment("cow", audit=False, offline=True), program=(__file__,))
     answers: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
     try:
         engine.wait_until_ready()
@@ -47,7 +55,8 @@ def measure(name: str, size: Size, rounds: int, folder: pathlib.Path) -> list[Ro
                 answers[side].append(engine.ask(side))
     finally:
         engine.close()
-    check_windows(name, answers["off"], answers["on"])
+    if any(a["windows"] for a in answers["off"]) or not all(a["windows"] for a in answers["on"]):
+        raise RuntimeError(f"{name}: NWOR was on where it should be off, or off where it should be on")
     if any(a["tokens"] != answers["off"][0]["tokens"] for a in answers["off"] + answers["on"]):
         raise RuntimeError(f"{name}: two runs generated different tokens")
     speeds = {side: [sum(map(len, a["tokens"])) / a["seconds"] for a in found[1:]] for side, found in answers.items()}
@@ -67,4 +76,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:]:
+        serve(SwitchedEngine)
+    else:
+        main()

@@ -1,74 +1,101 @@
-"""Measure vLLM on a GPU, end to end: output tokens per second with NWOR on against off.
+"""Compare vLLM engines on a GPU, end to end: output tokens per second of several sides that take turns.
 
-    python benchmarks/gpu_engine.py [--cache fp8] [--mode stage] [--unvisited | --control | --apart] [--runner v1] ...
+    python benchmarks/gpu_engine.py --sides SIDE ... [--model MODEL] [--requests N ...] [--seconds S] [--profile] ...
 
-The target has the Llama-3-8B shape with random weights, and an EAGLE head of the same width drafts K = 4 tokens.
-Synthetic acceptance is 2.5 tokens per step. Prompts have 64 tokens. vLLM has its default CUDA graphs
-(FULL_AND_PIECEWISE), captured at fewer sizes to start sooner. No other engine is on the GPU.
+A side is an engine. Its name is one word, or several joined by ``+``. All other settings are the defaults of ``vllm
+serve``: prefix caching, CUDA graphs, asynchronous scheduling.
 
-One engine serves both sides. While its requests decode, the sides take turns of 20 steps: off, on, on, off, ... A turn
-removes everything of NWOR from the worker, or installs it again, and exchanges the model's FULL graphs. So both sides
-have the same weights at the same addresses, the same compiled code, the same process, and the same requests at the same
-length. A difference in any of these is larger than the effect to be measured. `switch_transactions` in
-gpu_engine_child.py says what remains while NWOR is off.
+    vanilla           vLLM without nwor_ops
+    recurrent, chunk  one recurrent state per request, in the exact or the chunk form
+    vocabulary        a draft vocabulary of 32,768 rows; vocabulary_N has N rows
+    graphs            draft graphs
+    cow, stage        the KV transaction
+    drafts_N          N drafts per step; 0: no speculation
+    bfloat16          bfloat16 recurrent states
+    no_prefix         no prefix caching
+    triton            the Triton prefill of recurrent layers
+    eagle             an EAGLE head in place of the model's own drafter
+    v1                vLLM's V1 model runner
 
-A row is the time of a step off over on, turn by turn. With equal acceptance this is the ratio of output tokens per
-second. `.../median_step` is the ratio of the turns' median steps, which a delay on the host does not change. In mode
-`cow` the FULL graphs are captured four times for each side, each time with other buffers. Each pair has its share of
-turns, and a row. The run fails if the two sides did not accept equally many drafts.
+A model (``--model``) has a public model's shape and random weights:
 
-Some decode steps of each side are profiled afterwards: which kernels ran and for how long, and how long the GPU worked
-and waited. The script takes about 7 minutes.
+    hybrid    Qwen3.5-9B with its multi-token prediction layer, K = 3
+    moe       Qwen3.5-35B-A3B with its multi-token prediction layer, K = 3
+    llama     Llama 3 8B with a draft model of Llama 3.2 1B's shape, K = 4
 
-Graphs may leave 0.4 us between two kernels if only one process has ever used the GPU, and the two sides may differ in
-this. After another process has had a context on the GPU, all graphs leave 0.1 us. So an idle process opens a context
-while the engine warms up, and ends before the measurements.
+The figures of README and docs/benchmarks.md:
 
-Each of these options has its rows in a separate file, as have `--cache fp8`, `--mode stage` and `--runner v1`:
+    python benchmarks/gpu_engine.py --sides recurrent vanilla bfloat16
+    python benchmarks/gpu_engine.py --sides bfloat16+recurrent bfloat16 --requests 1 16 64 128
+    python benchmarks/gpu_engine.py --sides drafts_0+chunk drafts_0
+    python benchmarks/gpu_engine.py --model llama --at-once 3 --sides graphs vanilla v1 --profile
+    python benchmarks/gpu_engine.py --model llama --at-once 3 --sides graphs eagle drafts_0
+    python benchmarks/gpu_engine.py --at-once 5 --cache-gib 4 --requests 1 16 64 128 --profile \
+        --sides vanilla bfloat16 recurrent vocabulary recurrent+vocabulary --over vanilla bfloat16 recurrent
 
-`--unvisited`: without that idle process.
-`--control`: compare off with off, the graphs of each capture with those of the first. It shows the noise.
-`--apart`: one engine per side, both on the GPU, serve whole requests of 256 tokens in turn. So does `--runner v1`.
+Drafts are accepted with the probability ``--acceptance``: 2.5 tokens per step with the model's own K. The first side
+stays on the GPU. The others join it, as many as ``--at-once`` allows, one group after the other. All engines of a group
+take turns and serve the same requests. The speed of a run is scaled to the acceptance that was asked for, because the
+V1 runner draws new acceptance in every run, while V2 draws it from the requests' seeds.
+
+Rows, each written when it is measured, to ``gpu_engine_MODEL.jsonl`` (or the name of ``--results``). Rows with other
+names stay there:
+
+    e2e/SIDE/over/RIVAL/N          ratio of output tok/s, run by run, with N requests at the same time
+    tok_s/SIDE/N, running/SIDE/N   output tok/s; the most requests that ran together
+    acceptance_length/SIDE/N       tokens per step
+    ttft/SIDE/over/RIVAL/KIND, ttft_ms/SIDE/KIND    first tokens of prompts that share a prefix: cold, hit, hit_at_once
+    fits/SIDE, fits/SIDE/over/RIVAL    requests of 2,048 tokens that fit by vLLM's upper bound
+    start_seconds/SIDE, draft_graphs_mib/SIDE
+    step_us/SIDE/N, step_idle_us/SIDE/N    with --profile: a decode step on the device, and the part without a kernel
+    drafter_us/SIDE/N, drafter_launches/SIDE/N    with --profile: the drafter's part; --logs has the time of each kernel
+
+Rivals are ``--over``, by default every side without nwor_ops. A rival has ratios over those named before it. Two
+hybrid engines with 36 GiB of cache fit on an H200, or with ``--cache-gib 12`` on an H100. An engine starts in one or
+two minutes. A side that fails is reported and left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import pathlib
-import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, product
-from operator import itemgetter
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
-from results import FOLDER, Row, ratios, row, save, show, this_machine, write
+from results import FOLDER, Row, ratios, row, show, this_machine, write
 
-from nwor_ops.testing.engine_process import EngineProcess, close_all, engine_environment
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
 
-HERE = pathlib.Path(__file__).resolve().parent
-K, ACCEPTANCE_LENGTH, ACCEPTANCE_DIFFERENCE = 4, 2.5, 0.05
-SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": ACCEPTANCE_LENGTH}
+CHILD = pathlib.Path(__file__).resolve().with_name("engine_child.py")
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
-REQUESTS = (1, 16, 64)
-RUNS_PER_ROUND = {1: 2, 16: 4, 64: 3}  # of either side, in turn: single runs vary by 0.4, 1.0 and 0.4 %
-TURNS_PER_ROUND = {1: 1, 16: 1, 64: 4}  # eights of turns: pairs of them vary by 1, 1 and 5 %
-CAPTURES = 4
-CACHES = {"bf16": "auto", "fp8": "fp8"}
-# Target of each mode: its speed over vanilla's.
-TARGETS = {"cow": 0.998, "stage": 0.995}
-FEWEST_ROUNDS = 4
+REQUESTS = (1, 16, 64, 128, 384)
+RUNS_PER_ROUND = {1: 2, 16: 2}
+LEAST_ROUNDS = 2
+ACCEPTANCE_DIFFERENCE = 0.1  # tokens per step, of the mean of the runs from what was asked for
+PREFIX_TOKENS, SUFFIX_TOKENS = 4608, 300  # eight blocks of 576 tokens, and less than one
+TTFT_SINGLE, TTFT_AT_ONCE = 16, 8  # prompts of a round, one by one and together
+FIT_TOKENS = 2048
 PROFILED_STEPS = 50
-OURS = "nwor::"  # in the name of a kernel
-CAPTURED_REQUESTS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64)
-LLAMA_8B = {
+GIB = 1 << 30
+# vLLM wants a block of states for each of max_num_seqs, and 12 GiB do not hold the default of an H100 (1,024).
+CACHE_GIB, SEQS_OF_SMALL_CACHE = 36, 512
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.model_runner"}
+
+# ---------------------------------------------------------------- models
+
+LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 4096,
@@ -96,8 +123,9 @@ LLAMA_1B = LLAMA_8B | {
     "head_dim": 64,
     "tie_word_embeddings": True,
 }
-# The shape of Qwen3.5-9B. Each class of vLLM needs a few more settings.
-QWEN_9B_SHAPE = {
+QWEN_9B: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
     "hidden_size": 4096,
     "intermediate_size": 12288,
     "num_hidden_layers": 32,
@@ -105,12 +133,16 @@ QWEN_9B_SHAPE = {
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "head_dim": 256,
+    "attn_output_gate": True,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
     "vocab_size": 248320,
+    "max_position_embeddings": 262144,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
@@ -120,191 +152,191 @@ QWEN_9B_SHAPE = {
     "eos_token_id": 0,
     "torch_dtype": "bfloat16",
 }
-# To try the script itself where there is no GPU; see --small.
-SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-SMALL |= {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 512}
+QWEN_35B = QWEN_9B | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 10,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+}
+# For --small.
+TINY = LLAMA_8B | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY |= {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 512}
 
 
+@dataclass(frozen=True)
+class Model:
+    """A target and its drafter.
+
+    Attributes:
+        shape: the configuration of the target.
+        method: vLLM's name of the method of speculation.
+        draft: the configuration of a separate draft model.
+        num_drafts: K, unless a side has another one.
+        acceptance: probability that a draft is accepted, if the one before it was.
+        engine: arguments of ``vllm.LLM``.
+    """
+
+    shape: dict[str, Any]
+    method: str
+    draft: dict[str, Any] | None
+    num_drafts: int
+    acceptance: float
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+MODELS = {
+    "hybrid": Model(QWEN_9B, "mtp", None, 3, 0.6914),
+    "moe": Model(QWEN_35B, "mtp", None, 3, 0.6914),
+    "llama": Model(LLAMA_8B, "draft_model", LLAMA_1B, 4, 0.6445, {"attention_config": {"backend": "FLASH_ATTN"}}),
+}
+SMALL = Model(TINY, "draft_model", TINY, 2, 0.7)
+
+
+def expected_length(num_drafts: int, acceptance: float) -> float:
+    """Return the mean of tokens per step."""
+    return sum(acceptance**position for position in range(num_drafts + 1))
+
+
+# ---------------------------------------------------------------- sides
+
+
+@dataclass(frozen=True)
 class Side:
-    """An engine with NWOR while NWOR is on, or while it is off. Both sides of an engine answer in turn."""
+    """How an engine differs from the default one.
 
-    def __init__(self, engine: EngineProcess, on: bool) -> None:
-        self._engine, self._on = engine, on
+    Attributes:
+        settings: settings of nwor_ops, as environment variables.
+        engine: arguments of ``vllm.LLM``.
+        num_drafts: K. None: that of the model.
+        method: "eagle"; None: that of the model.
+        runner: vLLM's model runner.
+    """
 
-    def ask(self, command: str) -> dict[str, Any]:
-        self._engine.ask(f"switch {int(self._on)}")
-        return self._engine.ask(command)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    num_drafts: int | None = None
+    method: str | None = None
+    runner: str = "v2"
+
+    def __or__(self, other: Side) -> Side:
+        return Side(
+            {**self.settings, **other.settings},
+            {**self.engine, **other.engine},
+            self.num_drafts if other.num_drafts is None else other.num_drafts,
+            other.method or self.method,
+            "v1" if "v1" in (self.runner, other.runner) else "v2",
+        )
 
 
-def start_sides(
-    jobs: dict[str, dict[str, Any]], folder: pathlib.Path, runner: str, mode: str, apart: bool
-) -> tuple[dict[tuple[str, str], EngineProcess], Mapping[tuple[str, str], EngineProcess | Side]]:
-    """The engines, and what to ask for each job and side."""
-    on = {"VLLM_NWOR_MODE": mode}
-    if apart:
-        engines = start_engines(jobs, folder, runner, {"off": {}, "on": on})
-        return engines, engines
-    engines = start_engines(jobs, folder, runner, {"on": on})
-    return engines, {(name, side): Side(engines[name, "on"], side == "on") for name in jobs for side in ("off", "on")}
+WORDS = {
+    "vanilla": Side(),
+    "recurrent": Side({"VLLM_NWOR_RECURRENT": "1"}),
+    "chunk": Side({"VLLM_NWOR_RECURRENT": "chunk"}),
+    "vocabulary": Side({"VLLM_NWOR_DRAFT_VOCABULARY": "32768"}),
+    "graphs": Side({"VLLM_NWOR_DRAFT_GRAPHS": "1"}),
+    "cow": Side({"VLLM_NWOR_MODE": "cow"}),
+    "stage": Side({"VLLM_NWOR_MODE": "stage"}),
+    "bfloat16": Side(engine={"mamba_ssm_cache_dtype": "bfloat16"}),
+    "no_prefix": Side(engine={"enable_prefix_caching": False}),
+    "triton": Side(engine={"gdn_prefill_backend": "triton"}),
+    "eagle": Side(method="eagle"),
+    "v1": Side(runner="v1"),
+}
 
 
-def write_shape(folder: pathlib.Path, shape: dict[str, Any]) -> str:
+def side_of(name: str) -> Side:
+    """Return the side with a name such as ``bfloat16+recurrent+drafts_4``.
+
+    Raises:
+        ValueError: a part of the name is unknown.
+    """
+
+    def word(part: str) -> Side:
+        kind, _, number = part.rpartition("_")
+        if number.isdecimal() and kind == "drafts":
+            return Side(num_drafts=int(number))
+        if number.isdecimal() and kind == "vocabulary":
+            return Side({"VLLM_NWOR_DRAFT_VOCABULARY": number})
+        if part not in WORDS:
+            raise ValueError(f"{part!r} is no side; there are drafts_N, vocabulary_N, {', '.join(WORDS)}")
+        return WORDS[part]
+
+    return reduce(Side.__or__, map(word, name.split("+")))
+
+
+def write_shape(folder: pathlib.Path, shape: Mapping[str, Any]) -> str:
     """Write a model folder without weights, and return its path. vLLM fills in random weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n")
     return str(folder)
 
 
-def make_job(folder: pathlib.Path, layers: int, cache_dtype: str, small: bool = False) -> dict[str, Any]:
-    """Return the job of an engine. The environment says whether NWOR is on."""
-    shape = LLAMA_8B | ({"num_hidden_layers": layers} | (SMALL if small else {}))
-    drafter = write_shape(folder / "eagle", shape | {"num_hidden_layers": 1})
-    speculation: dict[str, Any] = {"model": drafter, "method": "draft_model"}
-    if not small:
-        speculation |= {"method": "eagle"} | SYNTHETIC
-    job = engine_job(write_shape(folder / "target", shape), speculation, small, kv_cache_dtype=cache_dtype)
-    return job | {"vocabulary": shape["vocab_size"]}
-
-
-def engine_job(model: str, speculation: dict[str, Any], small: bool, **more: Any) -> dict[str, Any]:
-    """Return a job without ``vocabulary``; see gpu_engine_child.py. All else is vLLM's default, prefix caching too: no
-    two prompts of these benchmarks begin alike."""
+def job_of(model: Model, side: Side, folder: pathlib.Path, cache_gib: float, acceptance: float) -> dict[str, Any]:
+    """Return the job of an engine; see engine_child.py. The environment switches nwor_ops on."""
+    num_drafts = model.num_drafts if side.num_drafts is None else side.num_drafts
     engine: dict[str, Any] = {
-        "model": model,
+        "model": write_shape(folder / "target", model.shape),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "seed": 0,
-        "max_model_len": 2048,
-        "max_num_seqs": max(REQUESTS),
-        "max_num_batched_tokens": 8192,
         "disable_log_stats": False,
-        "speculative_config": {"num_speculative_tokens": K, **speculation},
+        "max_num_batched_tokens": 8192,  # the default of vllm serve on an H200
+        # No memory profiling: several engines share the GPU, with caches of one size.
+        "kv_cache_memory_bytes": int(cache_gib * GIB),
+        "gpu_memory_utilization": 0.2,
+        **model.engine,
+        **side.engine,
     }
-    if small:
-        engine |= {"enforce_eager": True, "max_num_batched_tokens": 2048, "max_num_seqs": 16}
-    else:
-        sizes = [(K + 1) * requests for requests in CAPTURED_REQUESTS]
-        engine |= {
-            "attention_config": {"backend": "FLASH_ATTN"},
-            "compilation_config": {"cudagraph_capture_sizes": sizes},
-            # No memory profiling: several engines start on one GPU at the same time.
-            "kv_cache_memory_bytes": 8 << 30,
-            "gpu_memory_utilization": 0.2,
-        }
-    return {"engine": engine | more, "prompt_tokens": PROMPT_TOKENS, "max_tokens": OUTPUT_TOKENS}
+    if cache_gib < CACHE_GIB:
+        engine["max_num_seqs"] = SEQS_OF_SMALL_CACHE
+    if model is SMALL:  # vLLM's CPU engine, to try the script
+        engine |= {"enforce_eager": True, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "max_model_len": 2048}
+    if num_drafts:
+        method = side.method or model.method
+        speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
+        if method == "eagle":  # vLLM takes a folder with the name of a method for that method
+            speculation["model"] = write_shape(folder / "head", model.shape | {"num_hidden_layers": 1})
+        elif model.draft is not None:
+            speculation["model"] = write_shape(folder / "draft", model.draft)
+        if model is not SMALL:
+            rates = [round(acceptance**position, 4) for position in range(1, num_drafts + 1)]
+            speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+        engine["speculative_config"] = speculation
+    tokens = (16, 32) if model is SMALL else (PROMPT_TOKENS, OUTPUT_TOKENS)
+    return {
+        "engine": engine,
+        "prompt_tokens": tokens[0],
+        "max_tokens": tokens[1],
+        "vocabulary": model.shape["vocab_size"],
+        "length": expected_length(num_drafts, acceptance) if num_drafts and model is not SMALL else None,
+    }
 
 
-def launch_engine(
-    name: str,
-    job: dict[str, Any],
-    folder: pathlib.Path,
-    cache: pathlib.Path,
-    runner: str,
-    environment: dict[str, str],
+def launch(
+    name: str, job: dict[str, Any], side: Side, folder: pathlib.Path, more: Mapping[str, str] | None = None
 ) -> EngineProcess:
-    """Start an engine. ``cache`` is the folder of what vLLM compiles; ``environment`` wins over all settings here but
-    those of the runner."""
-    sampler = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    environment = engine_environment("off", audit=False, offline=True) | sampler | environment
-    # As a server runs it: the engine core in a process that does nothing else.
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.get("one_process") else "1"
+    """Start an engine as a server runs it: the engine core is in a process that does nothing else."""
+    environment = engine_environment("off", audit=False, offline=True) | dict(side.settings) | dict(more or {})
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc takes a function
-    if runner == "v1":
+    if side.runner == "v1":
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    environment["VLLM_CACHE_ROOT"] = str(cache)
-    return EngineProcess(name, job, folder, environment, program=(str(HERE / "gpu_engine_child.py"),))
-
-
-def start_engines(
-    jobs: dict[str, dict[str, Any]],
-    folder: pathlib.Path,
-    runner: str,
-    sides: dict[str, dict[str, str]],
-) -> dict[tuple[str, str], EngineProcess]:
-    """An engine per job and side, all ready; by (job, side). The first side's compile for the others: which kernels the
-    compiler takes depends on how long each of them takes while others run, and would differ from engine to engine."""
-    engines: dict[tuple[str, str], EngineProcess] = {}
-    first, *others = sides
-    for together in ([first], others):
-        started = {}
-        for name, job in jobs.items():
-            for side in together:
-                started[name, side] = launch_engine(
-                    f"{name}-{side}", job, folder, folder / f"cache-{name}", runner, sides[side]
-                )
-        engines |= started
-        with ThreadPoolExecutor(max(len(started), 1)) as pool:
-            versions = list(pool.map(EngineProcess.wait_until_ready, started.values()))
-        for (name, side), found in zip(started, versions, strict=True):
-            print(f"{name} {side}: {found}", flush=True)
-            is_on = bool(found["sessions"] or found["draft_graphs"])
-            if is_on != bool(sides[side]):
-                raise RuntimeError(f"{name} {side}: nwor_ops is {'on' if is_on else 'not on'} in that engine")
-    return engines
-
-
-def measure(
-    engines: Mapping[tuple[str, str], EngineProcess], requests: Sequence[int], seconds: float
-) -> dict[Any, Any]:
-    """Answers by (job, side, requests). Rounds until the time is up; their order turns with the round."""
-    answers: dict[Any, list[dict[str, Any]]] = {}
-    for (name, side), engine in engines.items():
-        for count in requests:
-            engine.ask(f"run {count}")  # warms up
-            answers[name, side, count] = []
-    started = time.monotonic()
-    rounds = 0
-    while rounds < FEWEST_ROUNDS or time.monotonic() - started < seconds:
-        order = list(engines) if rounds % 2 == 0 else list(engines)[::-1]
-        for count in requests:
-            for _ in range(RUNS_PER_ROUND.get(count, 1)):
-                for name, side in order:
-                    answers[name, side, count].append(engines[name, side].ask(f"run {count}"))
-        rounds += 1
-    print(f"{rounds} rounds in {time.monotonic() - started:.0f} s", flush=True)
-    return answers
-
-
-def measure_apart(
-    mode: str, name: str, engines: Mapping[tuple[str, str], EngineProcess], requests: Sequence[int], seconds: float
-) -> tuple[list[Row], dict[str, Any]]:
-    """Whole requests, an engine for each side: the rows, and the answers they are made of."""
-    answers = measure(engines, requests, seconds)
-    rows = []
-    for count in requests:
-        rows += figures(mode, name, count, answers[name, "off", count], answers[name, "on", count])
-    return rows, {f"{name} {side} {count}": runs for (name, side, count), runs in answers.items()}
-
-
-def measure_turns(
-    kind: str, name: str, engine: EngineProcess, requests: Sequence[int], captures: int, visited: bool, seconds: float
-) -> tuple[list[Row], dict[str, Any]]:
-    """Both sides of an engine in turn: the rows, and the answers they are made of. A round has every capture, with
-    either side first; rounds until the time is up."""
-    answers: dict[int, list[dict[str, Any]]] = {count: [] for count in requests}
-    engine.ask("switch 0")  # captures; no request may be running
-    with visitor() if visited else contextlib.nullcontext():
-        for count in requests:
-            engine.ask(f"turns {count} 0 0 0")  # warms up
-    started = time.monotonic()
-    rounds = 0
-    while not rounds or time.monotonic() - started < seconds:
-        for first, capture in product((0, 1), range(captures)):
-            for count, found in answers.items():
-                for _ in range(TURNS_PER_ROUND.get(count, 1)):
-                    found.append(engine.ask(f"turns {count} {capture} {first} {kind == 'control':d}"))
-        rounds += 1
-    print(f"{rounds} rounds in {time.monotonic() - started:.0f} s", flush=True)
-    rows = []
-    for count, found in answers.items():
-        vanilla = f"vanilla{name.removeprefix(kind)}"
-        rows += turn_figures(name, vanilla, count, found, TARGETS.get(kind), control=kind == "control")
-    return rows, {f"{name} {count}": found for count, found in answers.items()}
+    return EngineProcess(name.replace("+", "_"), job, folder, environment, program=(str(CHILD),))
 
 
 @contextlib.contextmanager
 def visitor() -> Iterator[None]:
-    """A process that has a context on the GPU, if there is one, and does nothing."""
+    """A process that has a context on the GPU and does nothing.
+
+    Graphs may leave 0.4 us between two kernels if only one process has ever used the GPU, and 0.1 us later. So every
+    engine is warmed up while another process is there.
+    """
     code = "import sys, torch; torch.cuda.is_available() and torch.zeros(1, device='cuda'); print('here', flush=True)"
     command = [sys.executable, "-c", f"{code}; sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # it goes when this ends
@@ -314,175 +346,232 @@ def visitor() -> Iterator[None]:
         yield
 
 
-def turn_figures(
-    name: str, vanilla: str, count: int, answers: list[dict[str, Any]], target: float | None, control: bool = False
-) -> list[Row]:
-    """The rows of one engine, whose sides have these names, and one number of requests; raises where the two are not
-    comparable."""
-    what = f"{name}, {count} requests"
-    check_vanilla_steps(what, answers)
-    ratios_of: dict[int, list[float]] = defaultdict(list)  # by capture
-    median_ratios: list[float] = []
-    sides: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-    for answer in answers:
-        turns = answer["turns"]
-        for turn in turns:
-            sides[turn["on"]].append(turn)
-        for pair in zip(turns[::2], turns[1::2], strict=True):
-            off, on = sorted(pair, key=itemgetter("on"))
-            ratios_of[answer["capture"]].append(off["seconds"] / on["seconds"])
-            median_ratios.append(off["median_step"] / on["median_step"])
-    if control:
-        check_windows(what, sides[False] + sides[True], [])
-    else:
-        check_windows(what, sides[False], sides[True])
-    rows = [row(f"e2e_{name}/{count}", list(chain(*ratios_of.values())), "ratio", "higher", target)]
-    rows.append(row(f"e2e_{name}/{count}/median_step", median_ratios, "ratio", "higher"))
-    if len(ratios_of) > 1:
-        rows += [
-            row(f"e2e_{name}/{count}/capture_{number}", found, "ratio", "higher") for number, found in ratios_of.items()
+# ---------------------------------------------------------------- the run
+
+
+@dataclass
+class Engine:
+    """A running engine and what it said of itself."""
+
+    process: EngineProcess
+    job: dict[str, Any]
+    versions: dict[str, Any] = field(default_factory=dict)
+
+
+class Run:
+    """The engines that run, the rows so far, and the problems."""
+
+    def __init__(self, options: argparse.Namespace, folder: pathlib.Path) -> None:
+        self.options, self.folder = options, folder
+        self.model = SMALL if options.small else MODELS[options.model]
+        self.engines: dict[str, Engine] = {}
+        self.problems: list[str] = []
+        self.began = time.monotonic()
+
+    def report(self, problem: object) -> None:
+        self.problems.append(str(problem))
+        print(f"PROBLEM: {problem}", file=sys.stderr, flush=True)
+
+    def save(self, rows: list[Row], answers: object, name: str) -> None:
+        """Write and print rows, and write the answers that they are made of to the folder of the logs."""
+        (self.folder / f"{name}.json").write_text(json.dumps(answers) + "\n")
+        write(this_machine(), self.options.results, rows, self.options.folder, keep=True)
+        show(rows)
+        print(f"-- {time.monotonic() - self.began:.0f} s", flush=True)
+
+    def start(self, names: Sequence[str]) -> None:
+        """Start these sides together and warm them up. A side that fails is reported and left out."""
+        for name in names:
+            side = side_of(name)
+            job = job_of(self.model, side, self.folder, self.options.cache_gib, self.options.acceptance)
+            environment = {"VLLM_CACHE_ROOT": str(self.folder / f"cache-{name.replace('+', '_')}")}
+            self.engines[name] = Engine(launch(name, job, side, self.folder, environment), job)
+        self._each(names, lambda engine: engine.versions.update(engine.process.wait_until_ready()))
+        for name in [name for name in names if name in self.engines]:
+            print(f"{name}: {self.engines[name].versions}", flush=True)
+            if problem := self._problem(name):
+                self._drop(name, problem)
+        with visitor():
+            for count in self.options.requests:
+                self._each(names, lambda engine, count=count: engine.process.ask(f"run {count}"))
+
+    def _problem(self, name: str) -> str | None:
+        """Return why an engine is not what its side says."""
+        versions, side = self.engines[name].versions, side_of(name)
+        parts = {key: versions[key] for key in ("sessions", "draft_graphs", "one_states", "draft_vocabularies")}
+        if any(parts.values()) != bool(side.settings):
+            return f"nwor_ops has {parts} in that engine, with the settings {dict(side.settings)}"
+        if self.model is not SMALL and versions["runner"] != RUNNERS[side.runner]:
+            return f"its model runner is {versions['runner']}, not {side.runner}"
+        return None
+
+    def _each(self, names: Iterable[str], call: Callable[[Engine], object]) -> None:
+        """Call something of each engine at the same time."""
+
+        def attempt(name: str) -> str:
+            try:
+                call(self.engines[name])
+            except EngineFailed as error:
+                return str(error)
+            return ""
+
+        present = [name for name in names if name in self.engines]
+        with ThreadPoolExecutor(max(len(present), 1)) as pool:
+            for name, problem in zip(present, pool.map(attempt, present), strict=True):
+                if problem:
+                    self._drop(name, problem)
+
+    def _drop(self, name: str, problem: str) -> None:
+        self.engines.pop(name).process.close()
+        self.report(f"{name}: {problem}")
+
+    def ask(self, name: str, command: str) -> dict[str, Any]:
+        return self.engines[name].process.ask(command)
+
+    def close(self, names: Iterable[str]) -> None:
+        close_all([self.engines.pop(name).process for name in list(names) if name in self.engines])
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return each side with each of its rivals. A rival is compared with the rivals before it."""
+        rank = {name: number for number, name in enumerate(self.options.over)}
+        pairs = itertools.permutations(self.engines, 2)
+        return [(name, rival) for name, rival in pairs if rank.get(rival, len(rank)) < rank.get(name, len(rank))]
+
+    # ------------------------------------------------------------ measurements
+
+    def measure(self, count: int) -> None:
+        """Serve requests with every engine in turn, in every order, until the time is up."""
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in self.engines}
+        orders = itertools.cycle(itertools.permutations(self.engines))
+        began, rounds = time.monotonic(), 0
+        while rounds < LEAST_ROUNDS or time.monotonic() - began < self.options.seconds:
+            order = next(orders) if len(answers) < 4 else list(answers)[:: 1 if rounds % 2 else -1]
+            for name, _ in itertools.product(order, range(RUNS_PER_ROUND.get(count, 1))):
+                # No two requests of any round have a seed in common.
+                answers[name].append(self.ask(name, f"run {count} {rounds * max(REQUESTS)}"))
+            rounds += 1
+        self.save(self.speed_rows(count, answers), answers, f"run-{'-'.join(answers)}-{count}")
+
+    def speed_rows(self, count: int, answers: dict[str, list[dict[str, Any]]]) -> list[Row]:
+        """Return the rows of one load. A side that accepted another share of its drafts is reported and left out."""
+        rows: list[Row] = []
+        rates: dict[str, list[float]] = {}
+        for name, runs in answers.items():
+            expected, lengths = self.engines[name].job["length"], [run["acceptance_length"] for run in runs]
+            mean = statistics.mean(lengths) if all(lengths) else None
+            has_graphs = "VLLM_NWOR_DRAFT_GRAPHS" in side_of(name).settings
+            if expected and (mean is None or abs(mean - expected) > ACCEPTANCE_DIFFERENCE):
+                self.report(f"{name}, {count} requests: {mean} tokens per step, expected {expected:.2f}")
+            elif has_graphs and not all(run["draft_graph_replays"] for run in runs):
+                self.report(f"{name}, {count} requests: no draft graph was replayed in a run")
+            else:
+                scales = [expected / length if expected else 1.0 for length in lengths]
+                rates[name] = [run["tokens"] / run["seconds"] * scale for run, scale in zip(runs, scales, strict=True)]
+                running = [run["most_running"] for run in runs]
+                rows.append(row(f"tok_s/{name}/{count}", rates[name], "tok/s", "higher", digits=1))
+                rows.append(row(f"running/{name}/{count}", running, "requests", "higher", digits=0))
+            if mean is not None:
+                rows.append(row(f"acceptance_length/{name}/{count}", [mean], "tokens", "higher"))
+        return rows + [
+            row(f"e2e/{name}/over/{rival}/{count}", ratios(rates, name, rival), "ratio", "higher")
+            for name, rival in self.pairs()
+            if name in rates and rival in rates
         ]
-    lengths = []
-    for on, side in ((True, name), (False, vanilla)):
-        tokens, steps, seconds = (sum(turn[key] for turn in sides[on]) for key in ("tokens", "steps", "seconds"))
-        step_us = [1e6 * turn["seconds"] / turn["steps"] for turn in sides[on]]
-        lengths.append(tokens / steps / count)
+
+    def first_tokens(self, prefixes: Iterable[int]) -> None:
+        """Ask for prompts that share a prefix, one by one and then together. The sides take turns at each prompt."""
+        prefix, suffix = (512, 40) if self.options.small else (PREFIX_TOKENS, SUFFIX_TOKENS)
+        answers: dict[str, dict[str, list[dict[str, Any]]]]
+        answers = {name: {"single": [], "at_once": []} for name in self.engines}
+        for number in prefixes:
+            for turn in range(TTFT_SINGLE + 1):
+                kind, requests = ("single", 1) if turn < TTFT_SINGLE else ("at_once", TTFT_AT_ONCE)
+                for name in list(answers)[:: 1 if (number + turn) % 2 else -1]:
+                    command = f"ttft {requests} {prefix} {suffix} {int(requests > 1)} {number}"
+                    answers[name][kind].append(self.ask(name, command))
+        self.save(self.first_token_rows(answers), answers, f"ttft-{'-'.join(answers)}")
+
+    def first_token_rows(self, answers: dict[str, dict[str, list[dict[str, Any]]]]) -> list[Row]:
+        """Return rows of first tokens. A prompt is a hit if the engine found a part of it in the prefix cache. The
+        ratios of single prompts compare pairs: both hits, or both cold."""
+        times: dict[str, dict[str, list[float | None]]] = {}
+        for name, found in answers.items():
+            single = [(1e3 * run["seconds"][0], bool(run["cached"][0])) for run in found["single"]]
+            times[name] = {
+                "cold": [None if hit else ms for ms, hit in single],
+                "hit": [ms if hit else None for ms, hit in single],
+                "hit_at_once": [1e3 * seconds for run in found["at_once"] for seconds in run["seconds"]],
+            }
+        rows = [
+            row(f"ttft_ms/{name}/{kind}", some, "ms", "lower", digits=2)
+            for name, kinds in times.items() for kind, all_ms in kinds.items()
+            if (some := [ms for ms in all_ms if ms is not None])
+        ]  # fmt: skip
+        for (name, rival), kind in itertools.product(self.pairs(), ("cold", "hit", "hit_at_once")):
+            both = zip(times[name][kind], times[rival][kind], strict=True)
+            if found_ratios := [ours / theirs for ours, theirs in both if ours is not None and theirs is not None]:
+                rows.append(row(f"ttft/{name}/over/{rival}/{kind}", found_ratios, "ratio", "lower"))
+        return rows
+
+    def facts(self) -> None:
+        """Write what needs no turns: requests that fit, seconds until an engine is ready, memory of draft graphs."""
+        fits = {name: self.ask(name, f"fits {FIT_TOKENS}") for name in self.engines}
+        rows = [row(f"fits/{name}", [found["requests"]], "requests", "higher") for name, found in fits.items()]
         rows += [
-            row(f"step_us_{side}/{count}", step_us, "us", "lower", digits=1),
-            row(f"tok_s_{side}/{count}", [tokens / seconds], "tok/s", "higher", digits=1),
-            row(f"acceptance_length_{side}/{count}", lengths[-1:], "tokens", "higher"),
+            row(f"fits/{name}/over/{rival}", [fits[name]["requests"] / fits[rival]["requests"]], "ratio", "higher")
+            for name, rival in self.pairs()
         ]
-    check_acceptance(what, *lengths)
-    return rows
+        for name, engine in self.engines.items():
+            rows.append(row(f"start_seconds/{name}", [engine.versions["start_seconds"]], "s", "lower", digits=1))
+            for graphs in engine.versions["draft_graphs"]:
+                memory = graphs["capture_bytes"] / 2**20
+                rows.append(row(f"draft_graphs_mib/{name}", [memory], "MiB", "lower", digits=1))
+        self.save(rows, fits, f"fits-{'-'.join(self.engines)}")
+
+    def profile(self, count: int) -> None:
+        """Profile decode steps of each engine."""
+        found = {}
+        for name in self.engines:
+            self.ask(name, f"profile {count} 5")  # the profiler's own start
+            found[name] = self.ask(name, f"profile {count} {PROFILED_STEPS}")
+        rows = [one for name, answer in found.items() for one in profile_rows(name, count, answer)]
+        self.save(rows, found, f"profile-{'-'.join(found)}-{count}")
 
 
-def check_windows(what: str, off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
-    """That each run was with NWOR, in every step where steps were counted, or without."""
-    if any(run["windows"] for run in off) or any(run["windows"] < run.get("steps", 1) for run in on):
-        raise RuntimeError(f"{what}: NWOR was on where it should be off, or off where it should be on")
-
-
-def check_vanilla_steps(what: str, answers: list[dict[str, Any]]) -> None:
-    if any(steps for answer in answers for steps in answer["vanilla_steps"]):
-        raise RuntimeError(f"{what}: steps ran without the transaction, {answers[-1]['vanilla_steps']}")
-
-
-def check_acceptance(what: str, on: float, off: float) -> None:
-    if abs(on - off) > ACCEPTANCE_DIFFERENCE:
-        raise RuntimeError(f"{what}: the sides accepted differently, {on} and {off} tokens a step: not comparable")
-
-
-def figures(mode: str, name: str, count: int, off: list[dict[str, Any]], on: list[dict[str, Any]]) -> list[Row]:
-    """The rows of one job and one number of requests; raises where the two sides are not comparable."""
-    what = f"{name}, {count} requests"
-    check_vanilla_steps(what, on)
-    check_windows(what, off, on)
-    return comparison(name, f"vanilla{name.removeprefix(mode)}", count, off, on, TARGETS[mode])
-
-
-def per_step(answer: dict[str, Any], what: str) -> Counter[str]:
-    return Counter({name: count / answer["steps"] for name, count in answer[what].items()})
-
-
-def print_differences(title: str, on: Counter[str], off: Counter[str]) -> None:
-    print(f"{title}, per step:")
-    for name in sorted(set(on) | set(off)):
-        if round(on[name] - off[name], 2):
-            print(f"  {on[name] - off[name]:+8.2f}  ({off[name]:.2f} -> {on[name]:.2f})  {name[:150]}")
-
-
-def kernel_times(device_us: Counter[str], *marks: str) -> Counter[str]:
-    """Of kernels with one of the marks in their names; by their short names."""
-    found: Counter[str] = Counter()
-    for name, us in device_us.items():
-        if any(mark in name for mark in marks) and (kernel := re.search(r"\w+_kernel", name)):
-            found[kernel[0]] += us
-    return found
-
-
-def check_kernels(mode: str, side: str, kernels: dict[str, int]) -> None:
-    """That NWOR was on, graphs included, or off."""
-    ours = {name for name in kernels if OURS in name}
-    wanted = {"cow": ("plan", "write", "restore"), "stage": ("plan", "open", "close")}[mode] if side == "on" else ()
-    if kernels and (bool(ours) != bool(wanted) or not all(any(f"{w}_kernel" in name for name in ours) for w in wanted)):
-        raise RuntimeError(f"{mode} {side}: kernels {', '.join(wanted) or 'of none of ours'} should run, found {ours}")
-
-
-def profile_steps(
-    mode: str, engines: Mapping[tuple[str, str], EngineProcess | Side], requests: Sequence[int]
-) -> list[Row]:
-    """What a step of each engine takes on the device, and how long nothing runs there."""
-    rows: list[Row] = []
-    raw: dict[str, dict[str, Any]] = {}
-    for count in requests:
-        for (name, side), engine in engines.items():
-            engine.ask(f"profile {count} 5")  # the profiler's own start
-            found = engine.ask(f"profile {count} {PROFILED_STEPS}")
-            raw[f"profile {name} {side} {count}"] = found
-            check_kernels(mode, side, found["kernels"])
-            busy = [step - idle for step, idle in zip(found["step_us"], found["idle_us"], strict=True)]
-            if busy:
-                rows.append(row(f"step_busy_us_{name}_{side}/{count}", busy, "us", "lower", digits=1))
-                rows.append(row(f"step_idle_us_{name}_{side}/{count}", found["idle_us"], "us", "lower", digits=1))
-            # vLLM's writer, which the drafter's layers keep, and all of ours.
-            for kernel, us in kernel_times(per_step(found, "device_us"), "reshape_and_cache", OURS).items():
-                rows.append(row(f"kernel_us_{name}_{side}/{count}/{kernel}", [us], "us", "lower", digits=1))
-    for key, found in raw.items():
-        _, name, side, count = key.split()
-        if side != "off":
-            vanilla = raw[f"profile {name} off {count}"]
-            for what in ("device_us", "idle_before_us"):
-                print_differences(f"{key}: {what}", per_step(found, what), per_step(vanilla, what))
-    return rows
-
-
-def speeds(runs: list[dict[str, Any]]) -> list[float]:
-    """Output tokens per second, run by run."""
-    return [run["tokens"] / run["seconds"] for run in runs]
-
-
-def comparison(
-    name: str, vanilla: str, count: int, off: list[dict[str, Any]], on: list[dict[str, Any]], target: float | None
-) -> list[Row]:
-    """On over off, both sides' speeds, and what they accepted."""
-    rates = {"off": speeds(off), "on": speeds(on)}
-    lengths = {side: sum(a["acceptance_length"] for a in runs) / len(runs) for side, runs in (("off", off), ("on", on))}
-    check_acceptance(f"{name}, {count} requests", lengths["on"], lengths["off"])
-    if {a["tokens_hash"] for a in on} != {a["tokens_hash"] for a in off}:
-        print(f"{name}, {count} requests: the two engines' tokens differ", flush=True)
+def profile_rows(name: str, count: int, answer: dict[str, Any]) -> list[Row]:
+    """Return rows of a profile; see ``stop_profile`` in engine_child.py."""
+    drafter = answer["drafter"]
+    launches = sum(drafter["launches"].get(one, 0) for one in LAUNCHES) / max(len(drafter["span_us"]), 1)
+    samples = {"step_us": answer["step_us"], "step_idle_us": answer["idle_us"], "drafter_us": drafter["span_us"]}
+    samples["drafter_launches"] = [launches]
     return [
-        row(f"e2e_{name}/{count}", ratios(rates, "on", "off"), "ratio", "higher", target),
-        row(f"tok_s_{name}/{count}", rates["on"], "tok/s", "higher", digits=1),
-        row(f"tok_s_{vanilla}/{count}", rates["off"], "tok/s", "higher", digits=1),
-        row(f"acceptance_length_{name}/{count}", [lengths["on"]], "tokens", "higher"),
-        row(f"acceptance_length_{vanilla}/{count}", [lengths["off"]], "tokens", "higher"),
-    ]
+        row(f"{kind}/{name}/{count}", some, kind.rpartition("_")[2], "lower", digits=1)
+        for kind, some in samples.items() if some
+    ]  # fmt: skip
 
 
-def result_name(benchmark: str, options: argparse.Namespace) -> str:
-    """Return the name of the file with the results. Mode cow, the V2 runner and a bf16 cache add nothing to it."""
-    parts = [] if options.mode == "cow" else [options.mode]
-    parts += [] if options.runner == "v2" else [options.runner]
-    parts += ["fp8"] if getattr(options, "cache", "bf16") == "fp8" else []
-    parts += [name for name in ("unvisited", "control", "apart") if getattr(options, name, False)]
-    return "_".join([benchmark, *parts])
+# ---------------------------------------------------------------- the command
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that all scripts with engines on a GPU have."""
+    """Return a parser with the options of all scripts with engines on a GPU."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
     parser.add_argument("--logs", type=pathlib.Path, help="where logs, answers and what vLLM compiles go")
-    parser.add_argument("--small", action="store_true", help="try this script with tiny models; nothing is saved")
+    parser.add_argument("--small", action="store_true", help="try this script with tiny models on a CPU; saves nothing")
+    parser.add_argument("--requests", nargs="+", type=int, help="numbers of requests at the same time")
+    parser.add_argument("--seconds", type=float, default=16.0, help="how long to measure each load")
     return parser
 
 
 @contextlib.contextmanager
 def log_folder(options: argparse.Namespace) -> Iterator[pathlib.Path]:
-    """Yield the folder of ``--logs``, or a temporary one."""
+    """Yield the folder of ``--logs``, or a temporary one. With ``--small`` the results go there too."""
     with tempfile.TemporaryDirectory() as scratch:
         folder: pathlib.Path = (options.logs or pathlib.Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
+        if options.small:
+            options.folder = folder / "results"
         yield folder
 
 
@@ -493,54 +582,68 @@ def exit_status(problems: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="mode of NWOR")
-    parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
-    parser.add_argument("--cache", choices=list(CACHES), default="bf16", help="format of the cache")
-    compared = parser.add_mutually_exclusive_group()
-    compared.add_argument("--unvisited", action="store_true", help="leave the engine alone on the GPU from the start")
-    compared.add_argument("--apart", action="store_true", help="an engine for each side")
-    compared.add_argument("--control", action="store_true", help="compare off with off")
-    parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
-    parser.add_argument("--seconds", type=float, default=180.0, help="how long to measure, once the engine is ready")
-    options = parser.parse_args()
-    if options.control and (options.mode, options.runner) != ("cow", "v2"):
-        parser.error("--control needs graphs of two captures: mode cow and runner v2")
-    if options.runner == "v1" and (options.unvisited or options.apart):
-        parser.error("--runner v1 has engines of their own for the two sides in any case")
+    parser.add_argument("--model", choices=list(MODELS), default="hybrid")
+    parser.add_argument("--sides", nargs="+", default=[], help="the engines; the first one stays on the GPU")
+    parser.add_argument("--over", nargs="+", help="sides that others are compared with, in this order")
+    parser.add_argument("--at-once", type=int, default=2, help="engines that fit on the GPU together")
+    parser.add_argument("--cache-gib", type=float, default=CACHE_GIB, help="cache of each engine")
+    parser.add_argument("--acceptance", type=float, help="probability that a draft is accepted")
+    parser.add_argument("--ttft-rounds", type=int, default=0, help="rounds that measure first tokens of long prompts")
+    parser.add_argument("--profile", action="store_true", help="profile decode steps at the end")
+    parser.add_argument("--results", help="name of the file with the results")
+    options = parser.parse_args(arguments)
+    options.sides = options.sides or (["cow", "vanilla"] if options.small else ["recurrent", "vanilla"])
+    try:
+        plain = [name for name in options.sides if not side_of(name).settings]
+    except ValueError as error:
+        parser.error(str(error))
+    options.over = plain if options.over is None else options.over
+    if unknown := [name for name in options.over if name not in options.sides]:
+        parser.error(f"--over names {', '.join(unknown)}, which --sides does not have")
+    if options.at_once < 2 <= len(options.sides):
+        parser.error("--at-once must be at least 2: sides are compared in turn")
+    options.requests = options.requests or ([1, 4] if options.small else list(REQUESTS))
+    options.results = options.results or f"gpu_engine_{options.model}"
+    options.acceptance = MODELS[options.model].acceptance if options.acceptance is None else options.acceptance
+    if options.small:
+        options.seconds, options.cache_gib = 0.0, 1 / 16
     return options
 
 
-def main() -> None:
+def groups_of(sides: Sequence[str], at_once: int) -> Iterator[list[str]]:
+    """Yield the sides that run next to the first one."""
+    others = sides[1:]
+    step = max(at_once - 1, 1)
+    yield from ([*others[start : start + step]] for start in range(0, max(len(others), 1), step))
+
+
+def main() -> int:
     options = parse_arguments()
-    requests = [1, 4] if options.small else options.requests
-    kind = "control" if options.control else options.mode
-    apart = options.apart or options.runner == "v1"
-    captures = CAPTURES if options.mode == "cow" and not options.small else 1
-    target = pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder
     with log_folder(options) as folder:
-        name = kind + ("" if options.cache == "bf16" else f"_{options.cache}")
-        job = make_job(folder, LLAMA_8B["num_hidden_layers"], CACHES[options.cache], options.small)
-        jobs = {name: job | {"captures": captures}}
-        engines, sides = start_sides(jobs, folder, options.runner, options.mode, apart)
+        run = Run(options, folder)
         try:
-            if apart:
-                rows, raw = measure_apart(options.mode, name, engines, requests, options.seconds)
-            else:
-                rows, raw = measure_turns(
-                    kind, name, engines[name, "on"], requests, captures, not options.unvisited, options.seconds
-                )
-            (folder / "answers.json").write_text(json.dumps(raw) + "\n")
-            results = result_name("gpu_engine", options)
-            save(this_machine(), results, rows, target)  # the profile may take minutes
-            if not options.control:
-                profiled = profile_steps(options.mode, sides, requests)
-                write(this_machine(), results, rows + profiled, target)
-                show(profiled)
+            for number, group in enumerate(groups_of(options.sides, options.at_once)):
+                new = [name for name in (options.sides[0], *group) if name not in run.engines]
+                run.start(new)
+                try:
+                    for count in options.requests:
+                        run.measure(count)
+                    if options.ttft_rounds:  # the first side has the prefixes of the earlier groups in its cache
+                        first = number * options.ttft_rounds
+                        run.first_tokens(range(first, first + options.ttft_rounds))
+                    run.facts()
+                    for count in options.requests if options.profile else ():
+                        run.profile(count)
+                except EngineFailed as error:
+                    run.report(error)
+                    run.close(run.engines)
+                run.close(group)
         finally:
-            close_all(engines.values())
+            run.close(run.engines)
+    return exit_status(run.problems)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,23 +1,16 @@
-"""Run one vLLM engine of the GPU benchmarks in a separate process: ``gpu_engine_child.py JOB.json``.
+"""Run one vLLM engine of the benchmarks in a separate process: ``engine_child.py JOB.json``.
 
-A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``, with these
-optional keys:
-
-- ``one_process``: run the worker in this process, which ``host`` needs.
-- ``captures``: number of times to capture the FULL graphs for each side.
-- ``counts_running``: read during a run how many requests are running.
+A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``, and with
+``captures`` the number of times to capture the FULL graphs for each side of a transaction.
 
 Each line of stdin is a command, and each answer is a line of JSON on stdout:
 
 - ``run N [SEED]``: serve N requests.
 - ``ttft N PREFIX SUFFIX AT_ONCE SEED``: time first tokens.
 - ``fits TOKENS``: return how many requests of this length fit into the cache by vLLM's upper bound.
-- ``held N PROMPT TOKENS``: run N long requests until one ends, and return how many ran together.
-- ``switch 0``: make an engine with NWOR vanilla vLLM, until ``switch 1``.
-- ``turns N CAPTURE FIRST CONTROL``: time steady decode steps of N requests with NWOR off and on in turn.
-- ``profile N STEPS``: profile about this number of steps.
-- ``drafter N STEPS``: profile the drafter's part of these steps.
-- ``host N STEPS``: time what nwor_ops adds to a step on the host.
+- ``profile N STEPS``: profile about this number of decode steps.
+- ``switch 0``: remove the transaction from an engine, until ``switch 1``.
+- ``turns N CAPTURE FIRST``: time decode steps of N requests with the transaction off and on in turn.
 """
 
 from __future__ import annotations
@@ -25,10 +18,8 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
-import functools
 import gc
 import itertools
-import pathlib
 import random
 import statistics
 import sys
@@ -38,28 +29,6 @@ from typing import Any
 
 from nwor_ops.cli.demo_engine import serve
 
-# Functions of the runners that a plugin may patch on an instance.
-HOOKS = (
-    "execute_model",
-    "prepare_inputs",
-    "prepare_attn",
-    "sample",
-    "sample_tokens",
-    "_prepare_inputs",
-    "_sample",
-    "propose_draft_token_ids",
-)
-RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner")
-# Calls in which the host waits for the device.
-SYNCS = (
-    "cudaStreamSynchronize",
-    "cudaDeviceSynchronize",
-    "cudaEventSynchronize",
-    "cudaMemcpy",
-    "cuStreamSynchronize",
-    "cuCtxSynchronize",
-    "cuEventSynchronize",
-)
 DRAFTING = "nwor: the drafter"  # name of a range in the profile
 TTFT_TOKENS = 8
 STEPS_BEFORE = 12  # until all prompts are computed
@@ -77,7 +46,6 @@ class TimedEngine:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._job = job
-        self._timed = HookTimes() if job.get("time_hooks") else None
         from vllm import LLM
 
         started = time.perf_counter()
@@ -86,8 +54,6 @@ class TimedEngine:
         gc.collect()
         gc.freeze()  # exclude the objects of start-up from garbage collection
         self._runs = 0
-        if self._timed is not None:
-            self._timed.watch(self._llm.llm_engine.model_executor.driver_worker.worker.model_runner)
 
     def answer(self, line: str) -> dict[str, Any]:
         command, *numbers = line.split()
@@ -98,10 +64,7 @@ class TimedEngine:
         import torch
         import vllm
 
-        import nwor_ops
-
         return {
-            "tree": str(pathlib.Path(nwor_ops.__file__).resolve().parents[1]),
             "vllm": vllm.__version__,
             "torch": torch.__version__,
             "start_seconds": self._start_seconds,
@@ -122,7 +85,7 @@ class TimedEngine:
         steps = most_running = 0
         while engine.has_unfinished_requests():
             outputs, steps = engine.step(), steps + 1
-            if self._job.get("counts_running") and steps % STEPS_BETWEEN_LOOKS == 0:
+            if steps % STEPS_BETWEEN_LOOKS == 0:
                 most_running = max(most_running, int(self._metrics().get("vllm:num_requests_running", 0)))
             for output in outputs:
                 if output.finished:
@@ -176,46 +139,19 @@ class TimedEngine:
         found: dict[str, Any] = self._llm.collective_rpc(requests_that_fit, args=(tokens,))[0]
         return found
 
-    def held(self, requests: int, prompt: int, tokens: int) -> dict[str, Any]:
-        """Return how many requests ran together before the first one ended. Each generates this many tokens.
-
-        Add more requests than the cache holds. All of them then run between their first and their last token.
-        """
-        engine, most_running, ended = self._llm.llm_engine, 0, False
-        self._add(requests, tokens, prompt_tokens=prompt)
-        while not ended:
-            ended = any(output.finished for output in engine.step())
-            most_running = max(most_running, int(self._metrics().get("vllm:num_requests_running", 0)))
-        engine.abort_request([f"{self._runs}-{index}" for index in range(requests)])
-        while engine.has_unfinished_requests():
-            engine.step()
-        return {"most_running": most_running, "waited": requests > most_running}
-
     def switch(self, on: int) -> dict[str, Any]:
-        if self._job.get("one_process"):
-            for _ in range(2):  # the core may still run a step of requests that ended
-                self._llm.llm_engine.step()
         self._switch(bool(on), 0)
         return {}
 
-    def turns(self, requests: int, capture: int, first: int, control: int) -> dict[str, Any]:
-        """Time the same requests in all turns: off on on off ... or, with `first`, on off off on ...
-
-        For a `control` "on" is off too, and "off" uses the graphs of the first capture.
-        """
-
-        def switch(on: bool) -> int:
-            return self._switch(on and not control, 0 if control and not on else capture)
-
+    def turns(self, requests: int, capture: int, first: int) -> dict[str, Any]:
+        """Time the same requests in all turns: off on on off ... or, with `first`, on off off on ..."""
         gc.collect()
-        stored = self._stored_bytes()
         order = [bool(first) != (turn % 4 in (1, 2)) for turn in range(TURNS)]
         windows, found = [], []
-        switch(order[0])
-        self._llm.collective_rpc(stop_comparing)
+        self._switch(order[0], capture)
         with self._steady(requests) as step:
             for on in order:
-                windows.append(switch(on))
+                windows.append(self._switch(on, capture))
                 for _ in range(STEPS_BETWEEN):
                     outputs = step()
                 tokens = -_tokens_so_far(outputs, requests)
@@ -224,16 +160,15 @@ class TimedEngine:
                     outputs = step()
                     ends.append(time.perf_counter())
                 tokens += _tokens_so_far(outputs, requests)
-                found.append({"on": on, "steps": TURN_STEPS, "tokens": tokens, **_step_figures(ends)})
-            windows.append(switch(on))
+                steps = [after - before for before, after in itertools.pairwise(ends)]
+                found.append(
+                    {"on": on, "steps": TURN_STEPS, "tokens": tokens, "seconds": sum(steps),
+                     "median_step": statistics.median(steps)}
+                )  # fmt: skip
+            windows.append(self._switch(on, capture))
         for turn, (before, after) in zip(found, itertools.pairwise(windows), strict=True):
             turn["windows"] = after - before
-        return {
-            "turns": found,
-            "capture": capture,
-            "stored_bytes": self._stored_bytes() - stored,
-            **self._plugin(),
-        }
+        return {"turns": found, "capture": capture, **self._plugin()}
 
     def _switch(self, on: bool, capture: int) -> int:
         """Switch NWOR on or off, and return the number of windows begun so far."""
@@ -243,35 +178,14 @@ class TimedEngine:
             raise RuntimeError(f"the ranks of one engine have begun {[windows, *others]} windows")
         return int(windows)
 
-    def drafter(self, requests: int, steps: int) -> dict[str, Any]:
-        """Profile the drafter in about this number of steps.
-
-        Returns the number of launches, the device time from its first kernel to its last, and the part of it in which
-        none of its kernels ran.
-        """
-        return self._profiled(requests, steps, stop_drafter_profile)
-
     def profile(self, requests: int, steps: int) -> dict[str, Any]:
-        """Return counts per kernel, kind of copy and runtime call, and microseconds per kernel and step."""
-        return self._profiled(requests, steps, stop_profile)
-
-    def _profiled(self, requests: int, steps: int, stop: Callable[..., Any]) -> dict[str, Any]:
-        """Profile steps. The engine core runs on its own, so the worker counts the steps."""
+        """Return what the worker ran in these steps; see :func:`stop_profile`."""
         with self._steady(requests) as step:
             self._llm.collective_rpc(start_profile)
             for _ in range(steps):
                 step()
-            [found] = self._llm.collective_rpc(stop)
+            [found] = self._llm.collective_rpc(stop_profile)
         return found
-
-    def host(self, requests: int, steps: int) -> dict[str, Any]:
-        """Return the seconds that each patched function took in addition to the original, step by step."""
-        assert self._timed is not None
-        with self._steady(requests) as step:
-            self._timed.clear()
-            for _ in range(steps):
-                step()
-        return {"added": self._timed.added()}
 
     @contextlib.contextmanager
     def _steady(self, requests: int) -> Iterator[Callable[[], Any]]:
@@ -287,15 +201,14 @@ class TimedEngine:
         while engine.has_unfinished_requests():
             engine.step()
 
-    def _add(self, requests: int, max_tokens: int, seed: int = 0, prompt_tokens: int | None = None) -> None:
+    def _add(self, requests: int, max_tokens: int, seed: int = 0) -> None:
         from vllm import SamplingParams
 
         self._runs += 1
-        length = self._job["prompt_tokens"] if prompt_tokens is None else prompt_tokens
         # Use new prompts in every run; otherwise a connector would find them stored already.
         generator = random.Random(self._runs)
         for index in range(requests):
-            prompt = [generator.randrange(self._job["vocabulary"]) for _ in range(length)]
+            prompt = [generator.randrange(self._job["vocabulary"]) for _ in range(self._job["prompt_tokens"])]
             # The V2 runner's synthetic sampler uses the request's seed, so two engines accept the same drafts.
             params = SamplingParams(
                 temperature=0.0, seed=seed + index, max_tokens=max_tokens, ignore_eos=True, detokenize=False
@@ -306,10 +219,6 @@ class TimedEngine:
         values = self._metrics()
         names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
         return {name: values.get(name, 0) for name in names}
-
-    def _stored_bytes(self) -> float:
-        """Return the bytes that a connector moved to the host; 0 without one."""
-        return self._metrics().get("vllm:kv_offload_store_bytes", 0)
 
     def _metrics(self) -> dict[str, float]:
         return {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
@@ -322,12 +231,6 @@ class TimedEngine:
 def _replays(plugin: dict[str, Any]) -> int:
     """Return the number of replays of a draft model's loop."""
     return sum(report["replays"]["decode"] for report in plugin["draft_graphs"])
-
-
-def _step_figures(ends: list[float]) -> dict[str, Any]:
-    """Return times of consecutive steps; the first end is their start."""
-    steps = [after - before for before, after in itertools.pairwise(ends)]
-    return {"seconds": ends[-1] - ends[0], "median_step": statistics.median(steps), "step_seconds": steps}
 
 
 def _tokens_so_far(outputs: list[Any], requests: int) -> int:
@@ -369,111 +272,79 @@ def start_profile(worker: Any) -> None:
     import torch
     from torch.profiler import profile, record_function, supported_activities
 
-    drafter = drafter_of(worker)
-    propose = drafter.propose
+    owner, name = marked_call(worker)
+    original = getattr(owner, name)
 
-    def named(*args: Any, **kwargs: Any) -> Any:
+    def marked(*args: Any, **kwargs: Any) -> Any:
         with record_function(DRAFTING):
-            return propose(*args, **kwargs)
+            return original(*args, **kwargs)
 
-    worker.nwor_propose = vars(drafter).get("propose")  # the patch of a plugin
-    drafter.propose = named
+    worker.nwor_unmarked = vars(owner).get(name)  # the patch of a plugin
+    setattr(owner, name, marked)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the profile starts with a step
     worker.nwor_profile = profile(activities=supported_activities())
     worker.nwor_profile.start()
 
 
-def drafter_of(worker: Any) -> Any:
+def marked_call(worker: Any) -> tuple[Any, str]:
+    """Return the drafter and its method, or the runner and its method if the engine does not speculate."""
     runner = worker.model_runner
-    return runner.speculator if hasattr(runner, "speculator") else runner.drafter
-
-
-def stop_drafter_profile(worker: Any) -> dict[str, Any]:
-    """See :func:`drafter_times`."""
-    return drafter_times(_profiled_events(worker))
+    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
+    return (drafter, "propose") if drafter is not None else (runner, "execute_model")
 
 
 def stop_profile(worker: Any) -> dict[str, Any]:
-    """Return what ran on the device, its time and the idle time before it, and the calls on the host, by name.
+    """Return what ran on the device in the profiled steps. A step has one call of the drafter.
 
-    A step has one call of the drafter.
+    ``kernels`` and ``device_us`` are totals by name. ``step_us`` and ``idle_us`` are the device's time from one call of
+    the drafter to the next, and the part of it in which nothing ran. ``drafter`` has the launches of its calls by name,
+    and for each call the time from its first kernel to its last (``span_us``) and the part with a kernel (``busy_us``).
     """
-    events = _profiled_events(worker)
-    on_host = collections.Counter(event.name() for event in events if event.device_type().name == "CPU")
-    # An annotated range has one event on the host and one on the device.
-    ran = [event for event in events if event.device_type().name == "CUDA" and event.name() not in on_host]
-    on_device = collections.Counter(event.name() for event in ran)
-    device_us: dict[str, float] = collections.defaultdict(float)
-    idle_before_us: dict[str, float] = collections.defaultdict(float)
-    until = None
-    for event in sorted(ran, key=lambda event: event.start_ns()):
-        device_us[event.name()] += event.duration_ns() / 1e3
-        if until is not None:
-            idle_before_us[event.name()] += max(0, event.start_ns() - until) / 1e3
-        until = max(until or 0, event.end_ns())
-    copies = {name: count for name, count in on_device.items() if name.startswith(("Memcpy", "Memset"))}
-    return {
-        "steps": on_host[DRAFTING],
-        "kernels": {name: count for name, count in on_device.items() if name not in copies},
-        "copies": copies,
-        "device_us": dict(device_us),
-        "idle_before_us": dict(idle_before_us),
-        "calls": {name: count for name, count in on_host.items() if name.startswith("cu")},
-        "syncs": {name: count for name, count in on_host.items() if name in SYNCS},
-        **step_times(events, ran),
-    }
-
-
-def _profiled_events(worker: Any) -> list[Any]:
     import torch
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     worker.nwor_profile.stop()
-    if worker.nwor_propose is None:
-        del drafter_of(worker).propose  # the method again
+    owner, name = marked_call(worker)
+    if worker.nwor_unmarked is None:
+        delattr(owner, name)  # the method again
     else:
-        drafter_of(worker).propose = worker.nwor_propose
-    return worker.nwor_profile.profiler.kineto_results.events()
-
-
-def step_times(events: list[Any], ran: list[Any]) -> dict[str, list[float]]:
-    """Return the time between calls of the drafter, and the idle time in it, in microseconds on the device."""
-    on_device, _ = _launched_by_drafter(events)
-    starts = sorted(min(spans)[0] for spans in on_device.values())
+        setattr(owner, name, worker.nwor_unmarked)
+    events = worker.nwor_profile.profiler.kineto_results.events()
+    on_host = {event.name() for event in events if event.device_type().name == "CPU"}
+    # An annotated range has one event on the host and one on the device.
+    ran = [event for event in events if event.device_type().name == "CUDA" and event.name() not in on_host]
+    kernels: collections.Counter[str] = collections.Counter(event.name() for event in ran)
+    device_us: dict[str, float] = collections.defaultdict(float)
+    for event in ran:
+        device_us[event.name()] += event.duration_ns() / 1e3
+    calls, launches = _launched_by_drafter(events)
+    starts = sorted(spans[0][0] for spans in calls)
     spans = sorted((event.start_ns(), event.end_ns()) for event in ran)
-    first_of = [bisect.bisect_left(spans, (start, 0)) for start in starts]
-    steps = list(zip(starts, starts[1:], first_of, first_of[1:], strict=False))
+    steps = [
+        (end - start, _covered([(a, min(b, end)) for a, b in spans if start <= a < end]))
+        for start, end in itertools.pairwise(starts)
+    ]
     return {
-        "step_us": [(end - start) / 1e3 for start, end, _, _ in steps],
-        "idle_us": [
-            # A kernel may run past the end. No kernel that starts before the drafter's first one is still running then.
-            (end - start - _covered([(a, min(b, end)) for a, b in spans[first:last]])) / 1e3
-            for start, end, first, last in steps
-        ],
+        "steps": len(steps),
+        "kernels": dict(kernels),
+        "device_us": dict(device_us),
+        "step_us": [length / 1e3 for length, _ in steps],
+        "idle_us": [(length - busy) / 1e3 for length, busy in steps],
+        "drafter": {
+            "launches": dict(launches),
+            "span_us": [(max(end for _, end in spans) - spans[0][0]) / 1e3 for spans in calls],
+            "busy_us": [_covered(spans) / 1e3 for spans in calls],
+        },
     }
 
 
-def drafter_times(events: list[Any]) -> dict[str, Any]:
-    """Return totals over the drafter's calls in a profile.
+def _launched_by_drafter(events: list[Any]) -> tuple[list[list[tuple[int, int]]], collections.Counter[str]]:
+    """Return start and end of everything that each call of the drafter launched, in order, and its launches by name.
 
     A kernel is attributed by the call that launched it, and a kernel of a graph by the launch of the graph.
     """
-    on_device, launches = _launched_by_drafter(events)
-    calls = [event for event in events if event.name() == DRAFTING and event.device_type().name == "CPU"]
-    return {
-        "calls": len(calls),
-        "launches": dict(launches),
-        "kernels": sum(map(len, on_device.values())),
-        "host_us": [event.duration_ns() / 1e3 for event in calls],
-        "span_us": [(max(end for _, end in spans) - min(spans)[0]) / 1e3 for spans in on_device.values()],
-        "busy_us": [_covered(spans) / 1e3 for spans in on_device.values()],
-    }
-
-
-def _launched_by_drafter(events: list[Any]) -> tuple[dict[int, list[tuple[int, int]]], collections.Counter[str]]:
-    """Return start and end of everything that each call of the drafter launched, and its launches by name."""
     calls = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == DRAFTING and e.device_type().name == "CPU")
     starts = [start for start, _ in calls]
     call_of: dict[int, int] = {}
@@ -481,15 +352,15 @@ def _launched_by_drafter(events: list[Any]) -> tuple[dict[int, list[tuple[int, i
     for event in events:
         if event.device_type().name != "CPU" or not event.name().startswith("cu"):
             continue
-        place = bisect.bisect_right(starts, event.start_ns()) - 1
-        if place >= 0 and event.end_ns() <= calls[place][1]:
-            call_of[event.correlation_id()] = place
+        number = bisect.bisect_right(starts, event.start_ns()) - 1
+        if number >= 0 and event.end_ns() <= calls[number][1]:
+            call_of[event.correlation_id()] = number
             launches[event.name()] += 1
     on_device: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
     for event in events:
         if event.device_type().name == "CUDA" and event.correlation_id() in call_of and event.name() != DRAFTING:
             on_device[call_of[event.correlation_id()]].append((event.start_ns(), event.end_ns()))
-    return on_device, launches
+    return [sorted(spans) for _, spans in sorted(on_device.items())], launches
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:
@@ -506,19 +377,17 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
 
     Weights, caches, compiled code and drafter stay, so the two sides differ only by NWOR. Only FULL graphs contain a
     writer. If one was patched, the first call captures them again for both sides in turn, `captures` times;
-    no request may run then. `capture` selects the capture to use from now on. The comparison of counters in the
-    scheduler stops too, since it is in this process. Three things remain if NWOR is off. A thread reads the counters
-    twice a second and may fetch them. A call around the scheduler's update notes how many tokens each request got. In
-    mode ``stage`` the cache lacks the shadow pages.
+    no request may run then. `capture` selects the capture to use from now on. Two things remain if NWOR is off: its
+    counters are still collected, and in mode ``stage`` the cache lacks the shadow pages.
     """
-    from nwor_ops.vllm.metrics.agreement import SchedulerWatch as watch
+    from nwor_ops.vllm import sessions
 
     runner = worker.model_runner
     if not hasattr(worker, "nwor_parts"):
-        worker.nwor_parts = parts_of(runner)
+        [session] = sessions()
+        worker.nwor_parts = [(patch.owner, patch.name, patch.replacement) for patch in session.patches]
         if not worker.nwor_parts:
             raise RuntimeError("nwor_ops patched nothing in this engine")
-        worker.nwor_after_step = watch._after_step
         worker.nwor_graphs = []
         if full_graphs(runner) and any(name == "do_kv_cache_update" for _, name, _ in worker.nwor_parts):
             for number in range(captures):
@@ -530,30 +399,7 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
     put_parts(worker, on)
     if worker.nwor_graphs:
         runner.cudagraph_manager.graphs = worker.nwor_graphs[capture][on]
-    watch._after_step = worker.nwor_after_step if on else lambda *step: None
     return describe_plugin(worker)["windows"]
-
-
-def stop_comparing(worker: Any) -> None:
-    """Stop comparing the worker's counts with the scheduler's. Both are still counted and read as before.
-
-    A step that ran on one side, with tokens that arrive on the other, is in only one of the counts.
-    """
-    from nwor_ops.vllm.metrics.agreement import Agreement
-
-    Agreement.published = lambda self, drafted, accepted: None  # type: ignore[method-assign]
-
-
-def parts_of(runner: Any) -> list[tuple[Any, str, Any]]:
-    """Return owner, name and value of each patch of a session, also in an older checkout (gpu_methods.py --other)."""
-    from nwor_ops.vllm import sessions
-    from nwor_ops.vllm.transaction.runners import base
-
-    for name in ("patched_methods", "wrapped_methods"):
-        if hasattr(base, name):
-            return getattr(base, name)(runner)
-    [session] = sessions()
-    return [(patch.owner, patch.name, patch.replacement) for patch in session.patches]
 
 
 def put_parts(worker: Any, on: bool) -> None:
@@ -618,49 +464,8 @@ def describe_plugin(worker: Any) -> dict[str, Any]:
         "windows": sum(session.begun for session in sessions),
         "draft_graphs": [report.as_dict() for report in plugin.draft_graph_reports()] if plugin else [],
         "one_states": [state.describe() for state in plugin.one_states()] if plugin else [],
+        "draft_vocabularies": [one.describe() for one in getattr(plugin, "draft_vocabularies", list)()],
     }
-
-
-class HookTimes:
-    """Time vLLM's original functions (inner), and the patched functions of an instance (outer)."""
-
-    def __init__(self) -> None:
-        import importlib
-
-        self._inner: dict[str, list[float]] = collections.defaultdict(list)
-        self._outer: dict[str, list[float]] = collections.defaultdict(list)
-        for module in RUNNERS:
-            runner_class = importlib.import_module(module).GPUModelRunner
-            for name in HOOKS:
-                if name in vars(runner_class):
-                    setattr(runner_class, name, _timed(vars(runner_class)[name], self._inner[name]))
-
-    def watch(self, runner: Any) -> None:
-        for name in HOOKS:
-            if name in vars(runner):
-                setattr(runner, name, _timed(vars(runner)[name], self._outer[name]))
-
-    def clear(self) -> None:
-        for times in (*self._inner.values(), *self._outer.values()):
-            times.clear()
-
-    def added(self) -> dict[str, list[float]]:
-        return {
-            name: [outer - inner for outer, inner in zip(self._outer[name], self._inner[name], strict=True)]
-            for name in self._outer
-        }
-
-
-def _timed(function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            times.append(time.perf_counter() - start)
-
-    return timed
 
 
 if __name__ == "__main__":
