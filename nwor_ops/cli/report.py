@@ -1,0 +1,145 @@
+"""Output of the commands: results on stdout, progress and errors on stderr, files in ``--output``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+GOOD, BAD, NOTE = "bold green", "bold red", "yellow"
+
+
+class Report:
+    """The output of one command.
+
+    Lines are never cut, so that a narrow terminal wraps them and a pipe gets them whole.
+
+    Args:
+        command: its name, which begins each error.
+        as_json: whether stdout gets one JSON value and nothing else.
+    """
+
+    def __init__(self, command: str, as_json: bool = False) -> None:
+        self.command, self.as_json = command, as_json
+        self._out = Console(highlight=False, soft_wrap=True)
+        self._err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def line(self, text: str, label: str = "", style: str = "") -> None:
+        """Print a line, after a label in a style. Without a label, the whole line has the style."""
+        if not self.as_json:
+            styled, rest = (f"{label}: ", text) if label else (text, "")
+            self._out.print(f"[{style or 'none'}]{escape(styled)}[/]{escape(rest)}")
+
+    def table(self, rows: Sequence[Sequence[str]], left: int = 1) -> None:
+        """Print aligned columns, the first ``left`` of them to the left. The first row has the headings."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for number, row in enumerate(rows):
+            cells = zip(row, widths, strict=True)
+            aligned = [
+                cell.ljust(width) if column < left else cell.rjust(width) for column, (cell, width) in enumerate(cells)
+            ]
+            self.line("  ".join(aligned).rstrip(), style="" if number else "bold")
+        self.line("")
+
+    def json(self, value: Mapping[str, Any]) -> None:
+        """Print the result, if it was asked for as JSON."""
+        if self.as_json:
+            print(json.dumps(value, indent=2))
+
+    def error(self, sentence: str) -> None:
+        self._err.print(f"[{BAD}]nwor-ops {self.command}:[/] {escape(sentence)}")
+
+    def write(self, folder: pathlib.Path, name: str, write: Callable[[pathlib.Path], object]) -> bool:
+        """Write a file of the result. An error, such as a full disk, is printed, because the result is printed too."""
+        try:
+            write(folder / name)
+        except OSError as error:
+            self.error(f"--output: {folder / name} could not be written: {error.strerror}")
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def task(self, title: str, parts: int | None = None) -> Iterator[Callable[[], None]]:
+        """Show the progress of a task: live on a terminal, else one line before and one after it.
+
+        Yields:
+            A function to call after each of the parts.
+        """
+        started = time.monotonic()
+        if self._err.is_terminal:
+            bar = () if parts is None else (BarColumn(), MofNCompleteColumn())
+            columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), *bar, TimeElapsedColumn())
+            with Progress(*columns, console=self._err, transient=True) as progress:
+                added = progress.add_task(title, total=parts)
+                yield lambda: progress.advance(added)
+        else:
+            self._err.print(f"{title} ...", markup=False)
+            yield lambda: None
+        self._err.print(f"[green]done[/] in {time.monotonic() - started:.0f} s: {escape(title)}")
+
+
+# ---------------------------------------------------------------- files
+
+
+def make_folder(folder: pathlib.Path) -> None:
+    """Create the folder for the results, and check that files can be created in it.
+
+    Raises:
+        ValueError: it is not possible; the message is a sentence.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"--output: no file can be created in {folder}: {error.strerror}") from None
+
+
+def check_model(option: str, model: str) -> None:
+    """Check a model that is spelled like a path. Another one may be a name that vLLM downloads.
+
+    Raises:
+        ValueError: there is no model; the message is a sentence.
+    """
+    folder = pathlib.Path(model).expanduser()
+    if not folder.exists():
+        if model.startswith(("/", ".", "~")):
+            raise ValueError(f"{option}: there is no folder {model}")
+    elif not (folder / "config.json").is_file():
+        raise ValueError(f"{option}: {model} has no config.json, so it is not the folder of a model")
+
+
+def read_lines(option: str, file: pathlib.Path) -> list[str]:
+    """Return the lines of a file. Only a newline ends a line: texts have other separators, such as U+2028.
+
+    Raises:
+        ValueError: the file cannot be read; the message is a sentence.
+    """
+    try:
+        text = file.read_text(errors="replace")
+    except OSError as error:
+        raise ValueError(f"{option}: {file} cannot be read: {error.strerror}") from None
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def imported_versions() -> dict[str, str]:
+    """Return the versions of nwor_ops, vLLM, torch and Python. Imports vLLM."""
+    import torch
+    import vllm
+
+    import nwor_ops
+
+    return {
+        "nwor_ops": nwor_ops.__version__,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
