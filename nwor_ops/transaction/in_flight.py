@@ -110,8 +110,12 @@ class InFlightManager(DraftCommitManager):
 
     # ------------------------------------------------------------ the transaction
 
+    def begin(self, window: Window) -> None:
+        if self._state is State.CLOSED:
+            self._find_out()  # before the open window's drafts are subtracted
+        super().begin(window)
+
     def _plan(self, window: Window, slot_mappings: list[Tensor]) -> None:
-        self._find_out()
         number = next((section for section in range(self._windows) if section not in self._deferred), None)
         if number is None:
             raise RuntimeError(
