@@ -28,7 +28,8 @@ from nwor_ops.cli.progress import Tasks
 from nwor_ops.cli.verify_archive import Redaction, allowed_environment, versions_here, write_archive
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
-from nwor_ops.testing.random_windows import FAMILIES, run_window
+from nwor_ops.testing.random_windows import run_window
+from nwor_ops.testing.samples import FAMILIES
 
 # The share of the ops in the time, if an engine runs too.
 SHARE_OF_OPS = 0.1
