@@ -16,41 +16,32 @@ from typing import Any
 import made_tables
 import torch
 
+from nwor_ops.vllm.recurrent.models import MODELS
+from nwor_ops.vllm.recurrent.models.model import Heads
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 
 DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "guides" / "hybrid-models.md"
 DRAFTS = 3
 _BAILING = "vllm.transformers_utils.configs.bailing_moe_v3_vl"
-# Model, module and class of its configuration.
-MODELS = (
-    ("Qwen3-Next", "transformers", "Qwen3NextConfig"),
-    ("Qwen3.5, dense", "transformers", "Qwen3_5TextConfig"),
-    ("Qwen3.5 with experts", "transformers", "Qwen3_5MoeTextConfig"),
-    ("MiniCPM-V 4.6", "transformers", "MiniCPMV4_6Config"),
-    ("Qwen3.8-Flash-Next", "transformers", "Qwen4ExpTextConfig"),
-    ("OLMo hybrid", "transformers", "OlmoHybridConfig"),
-    ("GLM-5.3-Flash", "transformers", "Glm5NextTextConfig"),
-    ("Bailing V3", _BAILING, "BailingMoeV3TextConfig"),
+# Model, architecture, module and class of its configuration.
+CONFIGURATIONS = (
+    ("Qwen3-Next", "Qwen3NextForCausalLM", "transformers", "Qwen3NextConfig"),
+    ("Qwen3.5, dense", "Qwen3_5ForCausalLM", "transformers", "Qwen3_5TextConfig"),
+    ("Qwen3.5 with experts", "Qwen3_5MoeForCausalLM", "transformers", "Qwen3_5MoeTextConfig"),
+    ("MiniCPM-V 4.6", "MiniCPMV4_6ForConditionalGeneration", "transformers", "MiniCPMV4_6Config"),
+    ("Qwen3.8-Flash-Next", "Qwen4ExpForCausalLM", "transformers", "Qwen4ExpTextConfig"),
+    ("OLMo hybrid", "OlmoHybridForCausalLM", "transformers", "OlmoHybridConfig"),
+    ("GLM-5.3-Flash", "Glm5NextForCausalLM", "transformers", "Glm5NextTextConfig"),
+    ("Bailing V3", "BailingMoeV3ForCausalLM", _BAILING, "BailingMoeV3TextConfig"),
 )
 
 
-def sizes_of(config: Any) -> tuple[int, int, int, int, int, bool]:
-    """Return heads of keys and values, their widths, the width of the convolution, and whether the layers are KDA."""
-    if hasattr(config, "linear_num_key_heads"):
-        heads = config.linear_num_key_heads, config.linear_num_value_heads
-        return (*heads, config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim, False)
-    if hasattr(config, "linear_num_heads"):
-        heads, width, convolution = config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim
-    else:
-        heads, width, convolution = config.num_attention_heads, config.head_dim, config.short_conv_kernel_size
-    return heads, heads, width, width, convolution, True
-
-
-def states_of(config: Any, state: torch.dtype) -> tuple[int, int]:
+def states_of(config: Any, heads: Heads, state: torch.dtype) -> tuple[int, int]:
     """Return the bytes of a request in all recurrent layers: with vLLM's states, and with one state and a record."""
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 
-    keys, values, key_width, value_width, convolution, is_kda = sizes_of(config)
+    keys, values, key_width, value_width, is_kda = heads
+    convolution = getattr(config, "linear_conv_kernel_dim", None) or config.short_conv_kernel_size
     if is_kda:
         shapes = MambaStateShapeCalculator.kda_state_shape(
             1, keys, key_width, conv_kernel_size=convolution, num_spec=DRAFTS
@@ -72,11 +63,12 @@ def table() -> str:
         "| model | configuration | layers | fp32: vLLM | here | bf16: vLLM | here |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, module, kind in MODELS:
+    for name, architecture, module, kind in CONFIGURATIONS:
         config = getattr(importlib.import_module(module), kind)().get_text_config()
-        *_, is_kda = sizes_of(config)
-        cells = [f"{number / 2**20:.1f}" for number in states_of(config, torch.float32)]
-        cells += ["-"] * 2 if is_kda else [f"{number / 2**20:.1f}" for number in states_of(config, torch.bfloat16)]
+        heads = MODELS[architecture].heads(config)
+        dtypes = (torch.float32,) if heads.per_channel else (torch.float32, torch.bfloat16)
+        cells = [f"{size / 2**20:.1f}" for dtype in dtypes for size in states_of(config, heads, dtype)]
+        cells += ["-"] * (4 - len(cells))
         layers = config.layer_types.count("linear_attention")
         rows.append(f"| {name} | `{kind}` | {layers} | {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -16,13 +16,13 @@ from collections.abc import Iterable
 import made_tables
 from shown_cases import CONNECTOR_TESTS, METHODS, PARALLEL_MODES, ConnectorTests, Method, ParallelMode
 
+from nwor_ops.vllm.recurrent.models import MODELS
 from nwor_ops.vllm.support.connectors import CONNECTORS
 from nwor_ops.vllm.support.features import (
     DRAFT_BACK_ENDS,
     DRAFT_GRAPHS,
     DRAFT_METHODS,
     ONE_STATE,
-    ONE_STATE_MODELS,
     SUPPORTED_VERSIONS,
     TRANSACTION,
 )
@@ -78,7 +78,7 @@ def supported() -> str:
         ),
         ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS), "any"),
     )
-    models = f"One recurrent state is supported for these models: {_code(ONE_STATE_MODELS)}."
+    models = f"One recurrent state is supported for these models: {_code(MODELS)}."
     return "\n".join((*(_row(*row) for row in rows), "", models))
 
 
@@ -164,7 +164,6 @@ def _ran(mode: ParallelMode, engine: str, passed: set[str]) -> str:
 def refused() -> str:
     """Return the reasons for the transaction, draft graphs and one recurrent state, and what changes it."""
     rows = [("configuration", "refused by", "changed by"), ("---",) * 3]
-    models = ", ".join(ONE_STATE_MODELS)
     for refusal in REFUSALS:
         modes = " and ".join(f"`{mode}`" for mode in refusal.modes)
         if refusal.engines:
@@ -175,8 +174,7 @@ def refused() -> str:
             ("one recurrent state", refusal.one_state),
         )
         said = "<br>".join(f"{feature}: {reason}" for feature, reason in reasons if reason)
-        feature = refusal.feature.replace(models, "[those listed](#what-is-supported)")
-        rows.append((feature, said, f"`{refusal.change}`" if refusal.change else ""))
+        rows.append((refusal.feature, said, f"`{refusal.change}`" if refusal.change else ""))
     return "\n".join(_row(*row) for row in rows)
 
 

@@ -23,7 +23,8 @@ import torch
 from nwor_ops.config import SWITCH, NworConfig
 from nwor_ops.vllm.draft_graphs.supported import check_graph_mode
 from nwor_ops.vllm.hooks import check_library, check_vllm
-from nwor_ops.vllm.support.features import DRAFT_GRAPHS, NO_SPECULATION, ONE_STATE, ONE_STATE_MODELS, TRANSACTION
+from nwor_ops.vllm.recurrent.models import MODELS, model_of
+from nwor_ops.vllm.support.features import DRAFT_GRAPHS, NO_SPECULATION, ONE_STATE, TRANSACTION
 from nwor_ops.vllm.support.refusals import ALL_RECURRENT, CAPTURE_SIZES, Unsupported, check_engine
 from nwor_ops.vllm.transaction.layers.back_ends import check_group_spec, check_passes
 from nwor_ops.vllm.transaction.supported import check_partial_tails, check_transaction, is_recurrent
@@ -240,7 +241,7 @@ def look(arguments: Sequence[str], cache_bytes: int | None = None, machine: Mach
     layers, costs_unknown = None, None
     if not machine.modules_import:
         costs_unknown = "this vLLM is a CPU build, so the layers of a CUDA engine cannot be created"
-    elif vllm_config.speculative_config is not None or vllm_config.model_config.architecture in ONE_STATE_MODELS:
+    elif vllm_config.speculative_config is not None or vllm_config.model_config.architecture in MODELS:
         try:
             layers = _Layers.of(vllm_config, cache_bytes)
         except Exception as error:  # any model may do anything with tensors that have no memory
@@ -365,9 +366,9 @@ def _draft_graphs(feature: str, vllm_config: Any, device: str, layers: _Layers |
 
 
 def _one_state(feature: str, vllm_config: Any, device: str, layers: _Layers | None) -> Checks:
-    from nwor_ops.vllm.recurrent.supported import check_hooks, checks_of, kind_of
+    from nwor_ops.vllm.recurrent.supported import check_hooks, checks_of
 
-    yield lambda: check_hooks(kind_of(vllm_config))
+    yield lambda: check_hooks(model_of(vllm_config))
     yield from checks_of(vllm_config)
 
 

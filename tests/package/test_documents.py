@@ -31,7 +31,7 @@ SOURCES = {".py", ".h", ".cpp", ".cu"}
 
 HOOKS = ROOT / "docs" / "internals" / "hooks.md"
 PLUGIN = ROOT / "nwor_ops" / "vllm"
-NAMES_IN = {"put": 1, "put_once": 1, "put_methods": 2, "put_in_place": 3}  # the argument with the names, by function
+NAMES_IN = {"put": 1, "put_once": 1, "put_methods": 2}  # the argument with the names, by function
 
 
 def names(text: str) -> set[str]:

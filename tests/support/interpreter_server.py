@@ -22,8 +22,8 @@ from interpreter import use_interpreter
 
 # What most scripts import. No script changes these before it is forked.
 MODULES = (
-    "nwor_ops.vllm.recurrent.metadata",
-    "nwor_ops.vllm.recurrent.models.qwen",
+    "nwor_ops.vllm.recurrent.layer",
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
     "vllm.v1.attention.backends.gdn_attn",
     "vllm.v1.spec_decode.draft_model",
     "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",

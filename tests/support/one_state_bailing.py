@@ -17,9 +17,8 @@ from one_state_layers import (
     GROUPS,
     Side,
     WholeHeads,
-    convolve_prompts,
-    convolve_windows,
     furnished,
+    install,
     report,
 )
 from torch import Tensor
@@ -28,10 +27,6 @@ INPUTS = ("q_proj_states", "k_proj_states", "v_proj_states")
 
 
 class BailingSide(Side):
-    def __init__(self, config: Any, *args: Any) -> None:
-        config.model_config.architecture = "BailingMoeV3ForCausalLM"
-        super().__init__(config, *args)
-
     def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
         from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
@@ -80,15 +75,10 @@ def main() -> None:
     import triton.language as tl
     from vllm.third_party.flash_linear_attention.ops import fused_recurrent, kda
 
-    from nwor_ops.vllm.recurrent.models import bailing
-
     fused_recurrent.exp = lambda x: tl.exp(x)  # by the name that the interpreter knows
     kernel = kda.fused_recurrent_gated_delta_rule_fwd_kernel
     kda.fused_recurrent_gated_delta_rule_fwd_kernel = WholeHeads(kernel, WIDTH, lambda grid, given: (1, 1, grid[2]))
-    bailing.install()
-    bailing.vllm_layer.chunk_kda = chunked
-    bailing.vllm_layer.causal_conv1d_fn = convolve_prompts
-    bailing.vllm_layer.causal_conv1d_update = convolve_windows
+    install("bailing", chunk_kda=chunked)
     report(
         "bailing",
         lambda ranks: {"num_attention_heads": HEADS * ranks, "head_dim": WIDTH},

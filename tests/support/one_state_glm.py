@@ -6,7 +6,6 @@ test_one_state.py:
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import pathlib
 import sys
@@ -22,9 +21,8 @@ from one_state_layers import (
     GROUPS,
     Side,
     WholeHeads,
-    convolve_prompts,
-    convolve_windows,
     furnished,
+    install,
     report,
 )
 from torch import Tensor
@@ -106,21 +104,17 @@ def main() -> None:
     use_interpreter()
     import triton.language as tl
 
-    layer = import_layer()
+    import_layer()
     from vllm.models.glm5next.nvidia.ops.third_party.kda import fused_recurrent, kernels
-
-    from nwor_ops.vllm.recurrent.models import glm
 
     fused_recurrent.exp = lambda x: tl.exp(x)  # the name that the interpreter knows
     name = "fused_recurrent_gated_delta_rule_fwd_kernel"
     kernel = getattr(fused_recurrent, name)
     setattr(kernels, name, WholeHeads(kernel, WIDTH, lambda grid, given: (given["N"] * given["HV"], 1, 1)))
-    glm.install()
-    layer.chunk_kda_with_fused_gate = chunked
-    layer._cast_sigmoid = lambda x: x.float().sigmoid()
-    layer.causal_conv1d_fn = convolve_prompts
-    layer.causal_conv1d_update = functools.partial(convolve_windows, validate_data=False)
-    layer.gather_initial_states, layer.scatter_states = initial_states, scatter
+    install(
+        "glm", chunk_kda_with_fused_gate=chunked, _cast_sigmoid=lambda x: x.float().sigmoid(),
+        gather_initial_states=initial_states, scatter_states=scatter,
+    )  # fmt: skip
     report(
         "glm",
         lambda ranks: {"linear_num_heads": HEADS * ranks, "linear_head_dim": WIDTH},

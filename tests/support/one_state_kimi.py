@@ -17,9 +17,8 @@ from one_state_layers import (
     GROUPS,
     Side,
     WholeHeads,
-    convolve_prompts,
-    convolve_windows,
     furnished,
+    install,
     report,
 )
 from torch import Tensor
@@ -89,20 +88,16 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_
 def main() -> None:
     use_interpreter()
     import triton.language as tl
+    from vllm.models.kimi_k3.nvidia.ops.third_party import kda
     from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent
-
-    from nwor_ops.vllm.recurrent.models import kimi
 
     # The names that the interpreter knows.
     fused_recurrent.exp, fused_recurrent.log = (lambda x: tl.exp(x)), (lambda x: tl.log(x))
     kernel = fused_recurrent.fused_recurrent_kda_fwd_kernel
     whole = WholeHeads(kernel, WIDTH, lambda grid, given: (given["N"] * given["H"],))
     fused_recurrent.fused_recurrent_kda_fwd_kernel = whole
-    kimi.install()
-    kimi.kda.chunk_kda_with_fused_gate = chunked
-    kimi.vllm_layer.causal_conv1d_fn = convolve_prompts
-    kimi.vllm_layer.causal_conv1d_update = convolve_windows
-    kimi.vllm_layer.gather_initial_states = initial_states
+    install("kimi", gather_initial_states=initial_states)
+    kda.chunk_kda_with_fused_gate = chunked
     report(
         "kimi",
         lambda ranks: {"linear_attn_config": KDA | {"num_heads": HEADS * ranks}},

@@ -13,6 +13,7 @@ requests with the old data. Both sides get the same inputs and must have the sam
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import random
@@ -33,6 +34,23 @@ DIMENSION = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
 CLOSE = 0.02  # the interpreter truncates to bfloat16 outputs instead of rounding
 
 
+def model_named(name: str) -> Any:
+    """Return the plugin's description of a model."""
+    return importlib.import_module(f"nwor_ops.vllm.recurrent.models.{name}").MODEL
+
+
+def install(model: str, **replaced: Any) -> Any:
+    """Install our layers of a model. Return vLLM's module of the layers, with its convolutions replaced, and these."""
+    from nwor_ops.vllm.recurrent import layer
+
+    layer.install(model_named(model))
+    module = importlib.import_module(model_named(model).module)
+    convolutions = {"causal_conv1d_fn": convolve_prompts, "causal_conv1d_update": convolve_windows}
+    for name, function in (convolutions | replaced).items():
+        setattr(module, name, function)
+    return module
+
+
 def configuration(
     full_graphs: bool,
     state: torch.dtype,
@@ -41,6 +59,7 @@ def configuration(
     drafts: int = K,
     ring_rows: int = 0,
     chunk: bool = False,
+    model: str = "qwen",
 ) -> Any:
     """Return the parts of a configuration that builders and layers read. Each of several ranks has the heads above."""
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -55,7 +74,11 @@ def configuration(
         num_speculative_tokens=drafts,
         num_hash_lookahead_tokens=0,
         use_v2_model_runner=True,
-        model_config=SimpleNamespace(dtype=torch.bfloat16, hf_text_config=SimpleNamespace(**sizes)),
+        model_config=SimpleNamespace(
+            architecture=model_named(model).architectures[0],
+            dtype=torch.bfloat16,
+            hf_text_config=SimpleNamespace(**sizes),
+        ),
         cache_config=SimpleNamespace(
             mamba_cache_mode="none",
             mamba_cache_dtype="auto",
@@ -391,12 +414,13 @@ def run(
     most_drafts: int = K,
     ring_rows: int = 0,
     chunk: bool = False,
+    model: str = "qwen",
 ) -> dict[str, Any]:
     """Run both engines on the same batches. Another model needs its sizes, layers, weights and inputs."""
     from nwor_ops.vllm.audit.recurrent import StateAudit
 
     chance, generator = random.Random(7), torch.Generator().manual_seed(7)
-    config = configuration(full_graphs, state, ranks, sizes, most_drafts, ring_rows, chunk)
+    config = configuration(full_graphs, state, ranks, sizes, most_drafts, ring_rows, chunk, model)
     weights = weights_of(generator)
     sides = [side(config, one_state, fused_norm, weights) for one_state in (False, True)]
     audit = StateAudit(sides[1].builders)
@@ -503,7 +527,10 @@ def report(
         full_graphs, ranks = (True, 2) if "-graphs" in name else (False, 1)
         dtype, drafts = state if name == model else torch.float32, 0 if name.endswith("-nodrafts") else K
         sizes = sizes_of(ranks)
-        said = run(False, full_graphs, dtype, ranks, sizes, side, weights_of, inputs_of, steps=16, most_drafts=drafts)
+        said = run(
+            False, full_graphs, dtype, ranks, sizes, side, weights_of, inputs_of, steps=16, most_drafts=drafts,
+            model=model,
+        )  # fmt: skip
         print(name, json.dumps(said), flush=True)
 
 
@@ -513,8 +540,6 @@ def prepare_vllm() -> None:
     import triton.language as tl
     from vllm.third_party.flash_linear_attention.ops import fused_recurrent, fused_sigmoid_gating, layernorm_guard
 
-    from nwor_ops.vllm.recurrent.models import qwen
-
     fused_recurrent.exp = lambda x: tl.exp(x)  # the name that the interpreter knows
     layernorm_guard.num_compute_units = lambda index: 1
     for module, name, grid_of in (
@@ -522,10 +547,7 @@ def prepare_vllm() -> None:
         (fused_recurrent, "fused_recurrent_gated_delta_rule_packed_decode_kernel", lambda grid, _: (1, *grid[1:])),
     ):
         setattr(module, name, WholeHeads(getattr(module, name), WIDTH, grid_of))
-    qwen.install()
-    qwen.vllm_layer.causal_conv1d_fn = convolve_prompts
-    qwen.vllm_layer.causal_conv1d_update = convolve_windows
-    qwen.vllm_layer.supports_fused_mtp_decode = lambda: True
+    install("qwen", supports_fused_mtp_decode=lambda: True)
 
 
 def use_wide_heads() -> None:

@@ -19,9 +19,8 @@ from one_state_layers import (
     VALUE_HEADS,
     Side,
     WholeHeads,
-    convolve_prompts,
-    convolve_windows,
     furnished,
+    install,
     report,
 )
 from torch import Tensor
@@ -94,15 +93,10 @@ def main() -> None:
     import triton.language as tl
     from vllm.third_party.flash_linear_attention.ops import fused_recurrent
 
-    from nwor_ops.vllm.recurrent.models import olmo
-
     fused_recurrent.exp = lambda x: tl.exp(x)  # the name that the interpreter knows
     kernel = fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel
     fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel = WholeHeads(kernel, 256, whole_heads)
-    olmo.install()
-    olmo.vllm_layer.chunk_gated_delta_rule = chunked
-    olmo.vllm_layer.causal_conv1d_fn = convolve_prompts
-    olmo.vllm_layer.causal_conv1d_update = olmo.causal_conv1d_update = convolve_windows
+    install("olmo", chunk_gated_delta_rule=chunked)
     report(
         "olmo",
         lambda ranks: {

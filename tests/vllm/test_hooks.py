@@ -227,13 +227,6 @@ def not_in_the_page(targets: list[str]) -> list[str]:
     return sorted(name for name in names if f"{name}`" not in page)
 
 
-def layer_kinds() -> list[Any]:
-    """Return the kinds of layers with one state whose vLLM modules can be imported on a CPU."""
-    from nwor_ops.vllm.recurrent import supported
-
-    return [supported.QWEN4, supported.KIMI, supported.OLMO, supported.BAILING]
-
-
 def unloading_job(nwor: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
     """Run requests, unload the plugin, and run them again on the same engine."""
     os.environ.update(ENVIRONMENT)
@@ -298,18 +291,19 @@ import importlib, json, sys
 import test_hooks
 from nwor_ops.vllm import hooks, plugin
 from nwor_ops.vllm.recurrent import plugin as one_state
-from nwor_ops.vllm.recurrent.layer import watch_checkpoints
+from nwor_ops.vllm.recurrent import layer, models
 from vllm.model_executor.models import qwen3_next
 modules = [*test_hooks.PATCHED_MODULES, *plugin._module_patches(), "vllm.model_executor.models.qwen3_next"]
-modules += [*dict.fromkeys(kind.hooks[0].module for kind in test_hooks.layer_kinds())]
+on_cpu = [model for model in models.ALL if not any(hook.cuda for hook in model.hooks[:1])]
+modules += [*dict.fromkeys(model.module for model in on_cpu)]
 modules += ["vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.qwen4_exp.nvidia.ple_layer"]
 modules += ["vllm.model_executor.layers.mamba.checkpoint"]
 before = test_hooks.vllm_now(modules)
 plugin.register()
-for kind in test_hooks.layer_kinds():
-    kind.install()
+for model in on_cpu:
+    layer.install(model)
 one_state.add_records(qwen3_next.Qwen3NextForCausalLM)
-watch_checkpoints()
+layer.watch_checkpoints()
 patched = test_hooks.changed(before, test_hooks.vllm_now(modules))
 plugin.unload()
 left = test_hooks.changed(before, test_hooks.vllm_now(modules))

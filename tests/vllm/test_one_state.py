@@ -38,25 +38,18 @@ from nwor_ops.vllm.audit.rerun import Rerun
 from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
-from nwor_ops.vllm.recurrent import plugin, supported
+from nwor_ops.vllm.recurrent import layer as layers
+from nwor_ops.vllm.recurrent import models, plugin, supported
 from nwor_ops.vllm.recurrent.block_reuse import BlockOwners
 from nwor_ops.vllm.recurrent.group import GroupLayers
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.recurrent.prefix_caching import PER_STATE, AlignedStates
 from nwor_ops.vllm.recurrent.supported import check_one_state
-from nwor_ops.vllm.support.features import ONE_STATE, ONE_STATE_MODELS
+from nwor_ops.vllm.support.features import ONE_STATE
 from nwor_ops.vllm.support.refusals import REFUSALS, Unsupported
 
 GROUPS = 2  # of one_state_layers.py
 KDA = {"num_heads": 4, "head_dim": 128, "short_conv_kernel_size": 4}
-OLMO = {"model_config__architecture": "OlmoHybridForCausalLM"} | {
-    f"model_config__hf_text_config__linear_{name}": size
-    for name, size in {"num_key_heads": 30, "num_value_heads": 30, "key_head_dim": 96, "value_head_dim": 192}.items()
-}
-GLM = {
-    "model_config__architecture": "Glm5NextForConditionalGeneration",
-    "model_config__hf_text_config": SimpleNamespace(linear_num_heads=64, linear_head_dim=128, linear_attn_config={}),
-}
 KIMI = {"model_config__architecture": "KimiLinearForCausalLM", "model_config__hf_text_config__linear_attn_config": KDA}
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
 RING = replace(GEOMETRY, ring_rows=8)
@@ -328,9 +321,8 @@ def test_the_ops_take_states_and_records_that_lie_in_pages() -> None:
 
 def unbound_layer() -> Any:
     """Return a layer of the plugin without weights and without a cache."""
-    from nwor_ops.vllm.recurrent.models.qwen import OneStateGatedDeltaNet
-
-    layer: Any = OneStateGatedDeltaNet.__new__(OneStateGatedDeltaNet)
+    kind: Any = layers.subclass_of(models.qwen.MODEL)
+    layer = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
     layer.one_state, layer.geometry, layer._most_audited_tokens = True, GEOMETRY, 0
     layer.get_state_shape, layer.get_state_dtype = lambda: STATES.shapes, lambda: STATES.dtypes
@@ -366,89 +358,74 @@ def test_a_cache_that_vllm_releases_is_freed() -> None:
     assert cache() is None
 
 
-def test_the_geometry_follows_the_model_and_the_rank() -> None:
-    config = engine()
-    config.parallel_config.tensor_parallel_size = 2
-    assert RecordGeometry.of(config) == RecordGeometry(4, 1, 2, 64, 128, torch.bfloat16)
+def sizes(**sizes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**sizes)
 
 
-def test_the_geometry_of_kimi_linear_has_a_decay_for_each_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = engine(**KIMI, cache_config__mamba_ssm_cache_dtype="float16")  # its layer ignores this
-    config.parallel_config.tensor_parallel_size = 2
-    geometry = RecordGeometry.of(config)
-    assert geometry == RecordGeometry(4, 2, 2, 128, 128, torch.bfloat16, per_channel=True)
-    assert geometry.parts["decays"] == ((2, 4, 2, 128), torch.float32)
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
-    assert supported.problem_of(config) is None
-    assert supported.kind_of(config) is supported.KIMI
+def linear(keys: int, values: int, key_width: int, value_width: int) -> SimpleNamespace:
+    """The names of sizes in configurations of Gated DeltaNet."""
+    return sizes(
+        linear_num_key_heads=keys,
+        linear_num_value_heads=values,
+        linear_key_head_dim=key_width,
+        linear_value_head_dim=value_width,
+    )
 
 
-def test_kimi_linear_with_bounded_decays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM creates the same layer, which passes on its bound."""
-    config = engine(**KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"gate_lower_bound": -5.0}})
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
-    assert supported.problem_of(config) is None
-    assert supported.kind_of(config) is supported.KIMI
-
-
-def test_the_geometry_of_glm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """34 layers of 64 heads. With three drafts a request needs 163 MiB; with a state for each draft it needs 582."""
-    config = engine(**GLM)
-    geometry = RecordGeometry.of(config)
-    assert geometry == RecordGeometry(4, 64, 64, 128, 128, torch.bfloat16, per_channel=True)
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
-    assert supported.problem_of(config) is None
-    assert supported.kind_of(config) is supported.GLM
-    states = MambaSpec(
-        block_size=256, shapes=((6, 3 * 64 * 128), (64, 128, 128)), dtypes=(torch.bfloat16, torch.float32),
-        num_speculative_blocks=3,
-    )  # fmt: skip
-    assert 34 * 4 * states.page_size_bytes / 2**20 == 582.25
-    assert round(34 * geometry.extend(states).page_size_bytes / 2**20, 1) == 162.6
-    config.cache_config.mamba_ssm_cache_dtype = "bfloat16"
-    assert supported._state_dtype(config) == torch.bfloat16
-    assert supported.problem_of(config) is None
-    config.cache_config.mamba_ssm_cache_dtype = "auto"
-    assert supported._state_dtype(config) == torch.float32
-
-
-def test_the_geometry_of_olmo_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = engine(**OLMO, cache_config__mamba_cache_mode="align")
-    config.parallel_config.tensor_parallel_size = 2
-    assert RecordGeometry.of(config) == RecordGeometry(4, 15, 15, 96, 192, torch.bfloat16)
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
-    assert supported.problem_of(config) is None
-    assert supported.kind_of(config) is supported.OLMO
-
-
-@pytest.mark.parametrize(
-    ("architecture", "sizes", "kind"),
-    [
+F32, BF16 = torch.float32, torch.bfloat16
+# Each model: its sizes, the heads of one of two ranks, and the dtype of states for mamba_ssm_cache_dtype=bfloat16.
+MODELS: dict[str, tuple[SimpleNamespace, tuple[Any, ...], torch.dtype]] = {
+    **dict.fromkeys(models.qwen.MODEL.architectures, (linear(2, 4, 64, 128), (1, 2, 64, 128, BF16), BF16)),
+    **dict.fromkeys(models.qwen4.MODEL.architectures, (linear(2, 4, 128, 128), (1, 2, 128, 128, BF16), BF16)),
+    "KimiLinearForCausalLM": (sizes(linear_attn_config=KDA), (2, 2, 128, 128, BF16, True), F32),
+    "AliceAIForCausalLM": (linear(4, 4, 128, 128), (2, 2, 128, 128, BF16, True), F32),
+    **dict.fromkeys(
+        models.bailing.MODEL.architectures,
+        (sizes(num_attention_heads=4, head_dim=128), (2, 2, 128, 128, BF16, True), F32),
+    ),
+    "OlmoHybridForCausalLM": (linear(30, 30, 96, 192), (15, 15, 96, 192, BF16), BF16),
+    **dict.fromkeys(
+        models.glm.MODEL.architectures,
         (
-            "AliceAIForCausalLM",
-            {f"linear_{name}": 4 for name in ("num_key_heads", "num_value_heads")}
-            | {f"linear_{name}_head_dim": 128 for name in ("key", "value")},
-            supported.KIMI,
+            sizes(linear_num_heads=64, linear_head_dim=128, linear_attn_config={}),
+            (32, 32, 128, 128, BF16, True),
+            BF16,
         ),
-        *(
-            (architecture, {"num_attention_heads": 4, "head_dim": 128}, supported.BAILING)
-            for architecture in ("BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration")
-        ),
-    ],
-)
-def test_other_models_of_kda_have_a_decay_for_each_channel(
-    architecture: str, sizes: dict[str, int], kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ),
+}
+
+
+@pytest.mark.usefixtures("any_vllm")
+@pytest.mark.parametrize("architecture", models.MODELS)
+def test_sizes_of_each_model(architecture: str) -> None:
+    text, heads, state_dtype = MODELS[architecture]
     config = engine(
         model_config__architecture=architecture,
-        model_config__hf_text_config=SimpleNamespace(**sizes),
-        cache_config__mamba_ssm_cache_dtype="float16",  # their layers ignore it
+        model_config__hf_text_config=text,
+        cache_config__mamba_ssm_cache_dtype="bfloat16",
+        parallel_config__tensor_parallel_size=2,
     )
-    config.parallel_config.tensor_parallel_size = 2
-    assert RecordGeometry.of(config) == RecordGeometry(4, 2, 2, 128, 128, torch.bfloat16, per_channel=True)
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    assert RecordGeometry.of(config) == RecordGeometry(4, *heads)
+    assert models.model_of(config).state_dtype(config) == state_dtype
     assert supported.problem_of(config) is None
-    assert supported.kind_of(config) is kind
+
+
+@pytest.mark.parametrize("architecture", ["GraniteMoeHybridForCausalLM", "Qwen3NextV2ForCausalLM", None])
+def test_unlisted_architecture_is_refused(architecture: str | None) -> None:
+    """Also one that is much like a supported model."""
+    config = engine(model_config__architecture=architecture)
+    sentence = f"model {architecture} has not been tried, .*; supported are Qwen3NextForCausalLM, .*KimiLinear"
+    with pytest.raises(Unsupported, match=sentence):
+        models.model_of(config)
+    with pytest.raises(RuntimeError, match=rf"nwor: .*{sentence}.*\(one state per request was asked for; "):
+        plugin.prepare(config, logging.getLogger("nwor"))
+
+
+@pytest.mark.usefixtures("any_vllm")
+def test_kimi_linear_with_bounded_decays() -> None:
+    """vLLM creates the same layer, which passes on its bound."""
+    config = engine(**KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"gate_lower_bound": -5.0}})
+    assert supported.problem_of(config) is None
 
 
 @pytest.mark.parametrize("name", ["gdn_mtp_multimodal", "minicpm_v", "interns2_preview", "interns2_mobius"])
@@ -459,13 +436,13 @@ def test_a_multimodal_model_has_the_sizes_of_its_text_configuration(
     from vllm.transformers_utils.config import get_config, get_hf_text_config
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     outer = get_config(write_models(tmp_path, name)[name], trust_remote_code=True)
     [architecture] = outer.architectures
     config = engine(model_config__architecture=architecture, model_config__hf_text_config=get_hf_text_config(outer))
     assert RecordGeometry.of(config) == RecordGeometry(4, 1, 2, 128, 128, torch.bfloat16)
     assert supported.problem_of(config) is None
-    assert supported.kind_of(config) is supported.QWEN
+    assert models.model_of(config) is models.qwen.MODEL
 
 
 def test_a_model_reports_the_size_of_a_page_with_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,7 +454,7 @@ def test_a_model_reports_the_size_of_a_page_with_the_record(monkeypatch: pytest.
         model: Any = Model
         return [spec.page_size_bytes for spec in model.get_mamba_specs_from_config(config)]
 
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     for _ in range(2):  # again: a process may start several engines
         plugin.add_records(Model)
     assert pages(engine()) == [STATES.page_size_bytes + GEOMETRY.num_bytes]
@@ -493,7 +470,7 @@ def test_a_model_with_two_kinds_of_recurrent_layers_adds_records_to_one(monkeypa
 
     class Outer(Model): ...
 
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     for model in (Model, Outer):
         plugin.add_records(model)
     for model in (Model, Outer):
@@ -509,11 +486,9 @@ def test_ple_has_one_state_and_reads_the_first_block_only(monkeypatch: pytest.Mo
     from vllm.v1.attention.backends.short_conv_attn import PleShortConvAttentionMetadataBuilder
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
-    from nwor_ops.vllm.recurrent.models import qwen4
-
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     monkeypatch.setattr(Qwen4ExpPLELayer, "get_kv_cache_spec", Qwen4ExpPLELayer.get_kv_cache_spec)  # undone
-    qwen4.install()
+    layers.install(models.qwen4.MODEL)
     layer: Any = Qwen4ExpPLELayer.__new__(Qwen4ExpPLELayer)
     torch.nn.Module.__init__(layer)
     layer.hc_hidden_size, layer.conv_state_len, layer.num_spec_tokens = 512, 9, 3
@@ -570,7 +545,8 @@ def test_the_table_of_sizes_matches_the_models_configurations(monkeypatch: pytes
     # Bytes of a layer: the rows of the convolution, the state, and the record.
     page = 2 * 768 * 6 + 4 * 4 * 128 * 64
     record = RecordGeometry.of(config).num_bytes
-    assert state_sizes.states_of(sizes, torch.float32) == (2 * 4 * page, 2 * (page + record))
+    heads = models.model_of(config).heads(sizes)
+    assert state_sizes.states_of(sizes, heads, torch.float32) == (2 * 4 * page, 2 * (page + record))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
@@ -1347,7 +1323,7 @@ def engine(recurrent: bool = True, **found: Any) -> Any:
         num_speculative_tokens=3,
         speculative_config=SimpleNamespace(method="mtp"),
         model_config=SimpleNamespace(
-            architecture=ONE_STATE_MODELS[0], dtype=torch.bfloat16, hf_text_config=SimpleNamespace(**sizes)
+            architecture="Qwen3NextForCausalLM", dtype=torch.bfloat16, hf_text_config=SimpleNamespace(**sizes)
         ),
         cache_config=SimpleNamespace(
             mamba_cache_mode="none", mamba_cache_dtype="auto", mamba_ssm_cache_dtype="float32"
@@ -1360,7 +1336,7 @@ def engine(recurrent: bool = True, **found: Any) -> Any:
 @pytest.fixture
 def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the checks of the vLLM version and of the CUDA library pass."""
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
 
 
 @pytest.mark.usefixtures("any_vllm")
@@ -1369,10 +1345,6 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"device_config__device_type": "cpu"}, "device cpu: it uses vLLM's CUDA kernels"),
         ({"use_v2_model_runner": False}, "model runner V1: "),
-        (
-            {"model_config__architecture": "GraniteMoeHybridForCausalLM"},
-            "other models than Qwen3NextForCausalLM, .*: they ",
-        ),
         (
             KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"use_full_rank_gate": True}},
             r"Kimi Linear with Kimi K3's gate .*: vLLM then creates Kimi K3's layer, which is another class",
@@ -1408,7 +1380,7 @@ def test_each_refusal_gives_its_reason(found: dict[str, Any], because: str) -> N
 
 def test_a_class_of_another_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is refused. With ``on_unsupported="vanilla"`` it uses the other plugin's class."""
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     from vllm.model_executor.custom_op import op_registry_oot
 
     class Theirs: ...
@@ -1436,7 +1408,7 @@ def test_without_a_draft_model_its_configuration_is_that_of_the_target() -> None
 def test_every_refusal_of_a_configuration_is_tested_above() -> None:
     """Refusals that a configuration shows. The others are raised once there are layers."""
     wanted = {refusal.feature for refusal in REFUSALS if refusal.why(ONE_STATE) and refusal.found}
-    assert len(wanted) == 10, wanted
+    assert len(wanted) == 9, wanted
 
 
 @pytest.mark.usefixtures("any_vllm")
@@ -1520,7 +1492,7 @@ def test_the_setting_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in ("", "-1", "32", "six", "4.0", "9" * 5000):
         with pytest.raises(ValueError, match=r"(VLLM_NWOR_RING_ROWS|ring_rows) must be 0 to 31"):
             NworConfig.load({}, {"VLLM_NWOR_RING_ROWS": rows})
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     wanted = {"recurrent": True, "ring_rows": 8}
     config = engine(additional_config={"nwor": wanted})
     config.cache_config.mamba_ssm_cache_dtype = "float32"
@@ -1563,7 +1535,7 @@ def chunked_engine(**found: Any) -> SimpleNamespace:
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_the_chunk_form_sets_its_ring(monkeypatch: pytest.MonkeyPatch, state_dtype: str) -> None:
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     config = chunked_engine(cache_config__mamba_ssm_cache_dtype=state_dtype)
     assert RecordGeometry.of(config) == CHUNK
     assert supported.problem_of(config) is None
@@ -1590,7 +1562,7 @@ def test_the_chunk_form_sets_its_ring(monkeypatch: pytest.MonkeyPatch, state_dty
 def test_engines_that_the_chunk_form_refuses(
     monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], capability: Any, because: str
 ) -> None:
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     monkeypatch.setattr(supported, "_capability", lambda: capability)
     problem = str(supported.problem_of(chunked_engine(**found)))
     assert problem == f"VLLM_NWOR_RECURRENT=chunk: {because}; VLLM_NWOR_RECURRENT=exact supports it"
@@ -1605,7 +1577,7 @@ def test_engines_that_the_chunk_form_refuses(
     ids=["prefix-caching", "connector"],
 )
 def test_engines_that_both_forms_support(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) -> None:
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     monkeypatch.setattr(supported, "_capability", lambda: (9, 0))
     monkeypatch.setattr(supported, "check_state_connectors", lambda config: None)
     monkeypatch.setattr(supported, "_check_connector_hooks", lambda config: None)
@@ -1615,6 +1587,6 @@ def test_engines_that_both_forms_support(monkeypatch: pytest.MonkeyPatch, found:
 
 def test_vllm_s_cpu_engine_is_refused(engines: Engines) -> None:
     """It is refused when its cache is bound, because its runner loads a model with another method."""
-    reason = r"nwor: device cpu: .*; model runner V1: .*; other models than .*one state per request was asked for"
+    reason = r"nwor: device cpu: .*; model runner V1: .*one state per request was asked for"
     with pytest.raises(RuntimeError, match=reason):
         engines.run(prompts(1), nwor={"recurrent": True}, model=model_folder())

@@ -1,14 +1,16 @@
 """Base class of vLLM layers with one state per request.
 
-Each vLLM layer class has a subclass here (``qwen``, ``kimi``, ``olmo``, ``glm``, ``bailing``). vLLM creates the
-subclass instead, through its registry of pluggable layers. An engine that did not ask for one state runs the inherited
+Each vLLM layer class has a subclass, with the methods that its file in ``models`` adds. vLLM creates the subclass
+instead, through its registry of pluggable layers. An engine that did not ask for one state runs the inherited
 vLLM code. vLLM's code also handles weights, projections, convolutions and prompts in every engine. A layer verifies the
 windows of a step with one launch of :func:`nwor_ops.gated_delta_verify`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,7 @@ from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.audit.rerun import Rerun
 from nwor_ops.vllm.hooks import Patches, when_undone
 from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
+from nwor_ops.vllm.recurrent.models.model import Model
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import has_one_state
 
@@ -37,14 +40,14 @@ _patches = Patches("one state: layers")
 
 
 class OneStateLayer(PluggableLayer, MambaBase):
-    """A vLLM layer with one state per request. List this class before vLLM's class among the bases.
+    """A vLLM layer with one state per request. :func:`install` creates a subclass of this class and of vLLM's class.
 
     Attributes:
         given_gates: whether vLLM computes the decays and betas of a window before its kernel.
         one_state: whether this engine has one state per request. If False, the attributes below are not set.
         geometry: sizes of the record.
         layer_window: int64 ``[1]``, the number of the last window that this layer verified.
-        allow_neg_eigval: whether beta is doubled. Only vLLM's OLMo hybrid has an attribute of this name.
+        allow_neg_eigval: whether beta is doubled. vLLM's OLMo hybrid has an attribute of this name.
         gate_lower_bound: lower bound of the logarithm of the decays, or None. vLLM's Kimi Linear has an attribute of
             this name.
         all_states: ``[max_tokens, value_heads, dv, dk]``, only with an audit: the states that vLLM would have kept.
@@ -57,23 +60,26 @@ class OneStateLayer(PluggableLayer, MambaBase):
     A_log: torch.nn.Parameter
     dt_bias: torch.nn.Parameter
     layer_window: Tensor
-    allow_neg_eigval: bool
+    allow_neg_eigval: bool = False
     gate_lower_bound: float | None = None
     all_states: Tensor | None = None
     rerun: Rerun | None = None
     audit: StateAudit | None = None
 
-    def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, vllm_config, *args, **kwargs)
-        self.set_up(vllm_config)
+    recurrence: Callable[..., Any]
 
-    def set_up(self, vllm_config: Any) -> None:
-        """Decide whether this layer has one state. Call it after vLLM's ``__init__``."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vllm_config = self.engine_config(*args, **kwargs)
         self.one_state = has_one_state(vllm_config)
         if self.one_state:
             self.geometry = RecordGeometry.of(vllm_config)
             audited = NworConfig.load(vllm_config.additional_config).audit
             self._most_audited_tokens = most_window_tokens(vllm_config) if audited else 0
+
+    def engine_config(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the engine's configuration from the arguments of vLLM's ``__init__``."""
+        return vllm_config
 
     # ------------------------------------------------------------ the cache
 
@@ -194,6 +200,10 @@ class OneStateLayer(PluggableLayer, MambaBase):
         found = by_layer.get(self.prefix) if isinstance(by_layer, dict) else None
         return found if isinstance(found, OneStateMetadata) and found.num_spec_decodes > 0 else None
 
+    def has_plan(self, metadata: Any) -> bool:
+        """Return whether metadata of a step is ours."""
+        return isinstance(metadata, OneStateMetadata)
+
 
 def most_window_tokens(vllm_config: Any) -> int:
     """Return the maximum number of window tokens in one step, including the padding of a CUDA graph."""
@@ -208,30 +218,24 @@ def owner_of_state(state: Tensor) -> OneStateLayer | None:
     return owner
 
 
-def put_in_place(
-    layer: type,
-    name: str,
-    module: Any,
-    recurrence: str,
-    verified: Callable[..., Any],
-    owner_of: Callable[[Tensor], OneStateLayer | None] = owner_of_state,
-) -> None:
-    """Make vLLM create our layer, and pass the windows to our layer. Safe to call again.
+def subclass_of(model: Model) -> type:
+    """Return our subclass of a model's layer class in vLLM."""
+    vllm_layer = getattr(importlib.import_module(model.module), model.layer)
+    attributes = {"__module__": model.methods.__module__, "__doc__": OneStateLayer.__doc__}
+    return type(f"OneState{model.layer}", (model.methods, OneStateLayer, vllm_layer), attributes)
+
+
+def install(model: Model) -> None:
+    """Make vLLM create our layers, and pass their windows to them. Safe to call again.
 
     vLLM's registry holds one class per layer. :func:`.supported.problem_of` refuses an engine if another plugin
     registered a class.
-
-    Args:
-        layer: our class.
-        name: name of the vLLM class.
-        module: module in which vLLM's code finds the function that computes its windows.
-        recurrence: name of that function. Its argument ``initial_state`` is the layer's state.
-        verified: takes our layer and the arguments of that function, all by keyword; returns the output.
-        owner_of: returns the layer of an ``initial_state``, or None if it has no record.
     """
-    if name not in op_registry_oot:
-        PluggableLayer.register_oot(layer, name=name)
-        when_undone(functools.partial(op_registry_oot.pop, name, None))
+    if model.layer not in op_registry_oot:
+        ours: Any = subclass_of(model)
+        PluggableLayer.register_oot(ours, name=model.layer)
+        when_undone(functools.partial(op_registry_oot.pop, model.layer, None))
+    owner_of = getattr(model.methods, "owner_of", owner_of_state)
 
     def handing_over(compute: Callable[..., Any]) -> Callable[..., Any]:
         def hand_over(*args: Any, **kwargs: Any) -> Any:
@@ -240,11 +244,24 @@ def put_in_place(
             owner = None if state is None else owner_of(state)
             if owner is None or kwargs.get("num_accepted_tokens") is None:
                 return compute(*args, **kwargs)
-            return verified(owner, **kwargs), kwargs["initial_state"]
+            return owner.recurrence(**kwargs), kwargs["initial_state"]
 
         return hand_over
 
-    _patches.put_once(module, recurrence, handing_over)
+    _patches.put_once(importlib.import_module(model.recurrence.module), model.recurrence.name, handing_over)
+    for module, name in model.without_record:
+        other = getattr(importlib.import_module(module), name)
+        _patches.put_once(other, "get_kv_cache_spec", _without_speculative_blocks)
+
+
+def _without_speculative_blocks(get: Callable[..., Any]) -> Callable[..., Any]:
+    """Patch the spec of a layer that has one state in any case."""
+
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        spec = get(self, vllm_config)
+        return dataclasses.replace(spec, num_speculative_blocks=0) if has_one_state(vllm_config) else spec
+
+    return get_kv_cache_spec
 
 
 def watch_checkpoints() -> None:

@@ -15,11 +15,7 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cache import CHUNK, RecurrentCache
-
-# KDA models whose configuration names sizes as Gated DeltaNet models do. (Others have a `linear_attn_config`.)
-PER_CHANNEL = ("AliceAIForCausalLM",)
-# KDA models whose recurrent heads have the number and width of their attention heads.
-BAILING_MODELS = ("BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration")
+from nwor_ops.vllm.recurrent.models import model_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,35 +45,20 @@ class RecordGeometry:
     @classmethod
     def of(cls, vllm_config: Any) -> RecordGeometry:
         """Return the geometry of an engine's recurrent layers, from its configuration."""
-        config, found = NworConfig.load(vllm_config.additional_config), cls._without_ring(vllm_config)
-        if config.chunk:  # rows of a chunk that is not complete, and those of the window before
-            return dataclasses.replace(found, ring_rows=CHUNK - 1 + found.rows, chunk=CHUNK)
-        return dataclasses.replace(found, ring_rows=config.ring_rows)
-
-    @classmethod
-    def _without_ring(cls, vllm_config: Any) -> RecordGeometry:
-        config, ranks = vllm_config.model_config.hf_text_config, vllm_config.parallel_config.tensor_parallel_size
-        rows, dtype = vllm_config.num_speculative_tokens + 1, vllm_config.model_config.dtype
-        if hasattr(config, "linear_num_heads"):  # GLM-5.3-Flash
-            heads, width = config.linear_num_heads // ranks, config.linear_head_dim
-            return cls(rows, heads, heads, width, width, dtype, per_channel=True)
-        architecture = getattr(vllm_config.model_config, "architecture", None)
-        if architecture in BAILING_MODELS:
-            heads = config.num_attention_heads // ranks
-            return cls(rows, heads, heads, config.head_dim, config.head_dim, dtype, per_channel=True)
-        kda = getattr(config, "linear_attn_config", None)
-        per_channel = architecture in PER_CHANNEL
-        if kda is not None:
-            heads, width = kda["num_heads"] // ranks, kda["head_dim"]
-            return cls(rows, heads, heads, width, width, dtype, per_channel=True)
+        config = NworConfig.load(vllm_config.additional_config)
+        heads = model_of(vllm_config).heads(vllm_config.model_config.hf_text_config)
+        rows, ranks = vllm_config.num_speculative_tokens + 1, vllm_config.parallel_config.tensor_parallel_size
         return cls(
             rows,
-            config.linear_num_key_heads // ranks,
-            config.linear_num_value_heads // ranks,
-            config.linear_key_head_dim,
-            config.linear_value_head_dim,
-            dtype,
-            per_channel,
+            heads.key_heads // ranks,
+            heads.value_heads // ranks,
+            heads.key_width,
+            heads.value_width,
+            vllm_config.model_config.dtype,
+            heads.per_channel,
+            # In the chunk form: rows of a chunk that is not complete, and those of the window before.
+            CHUNK - 1 + rows if config.chunk else config.ring_rows,
+            CHUNK if config.chunk else 0,
         )
 
     @property

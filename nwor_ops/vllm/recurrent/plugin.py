@@ -29,9 +29,10 @@ from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent.block_reuse import BlockOwners, to_device
 from nwor_ops.vllm.recurrent.group import GroupLayers
+from nwor_ops.vllm.recurrent.models import model_of
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.recurrent.prefix_caching import AlignedStates
-from nwor_ops.vllm.recurrent.supported import has_one_state, kind_of, problem_of
+from nwor_ops.vllm.recurrent.supported import has_one_state, problem_of
 from nwor_ops.vllm.support.features import ONE_STATE
 from nwor_ops.vllm.support.refusals import NOT_ONE_STATE, Unsupported
 from nwor_ops.vllm.transaction.session import Session
@@ -237,7 +238,7 @@ def prepare(vllm_config: Any, logger: Any) -> None:
         return
     from vllm.model_executor.models import ModelRegistry
 
-    kind_of(vllm_config).install()
+    importlib.import_module("nwor_ops.vllm.recurrent.layer").install(model_of(vllm_config))  # it imports vLLM
     model_config = vllm_config.model_config
     model: Any
     model, _ = ModelRegistry.resolve_model_cls(model_config.architecture, model_config=model_config)
@@ -294,7 +295,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     geometry = RecordGeometry.of(vllm_config)
     cursors, builders = Cursors(cache.num_blocks, runner.device, geometry.ring_rows, geometry.chunk), []
     tables, numbers = [], []
-    without_record = kind_of(vllm_config).without_record
+    without_record = [name for _, name in model_of(vllm_config).without_record]
     for number, attn_groups in enumerate(runner.attn_groups):
         for group in attn_groups:
             if not is_recurrent(group.kv_cache_spec):

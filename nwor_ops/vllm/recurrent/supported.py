@@ -1,16 +1,17 @@
-"""Decide which engines support one state per request: hooks by layer class, and the checks of a configuration."""
+"""Decide which engines support one state per request: the hooks of every model, and the checks of a configuration."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cache import CHUNK_WIDTH, MOST_CHUNK_WINDOW
 from nwor_ops.vllm.hooks import Hook, check_library, check_vllm
+from nwor_ops.vllm.recurrent import models
+from nwor_ops.vllm.recurrent.models import model_of
+from nwor_ops.vllm.recurrent.models.model import LAYERS, Model
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.support.connectors import connectors_of
 from nwor_ops.vllm.support.features import CHUNK_CAPABILITIES, KEY_WIDTHS, ONE_STATE, VALUE_WIDTHS
@@ -25,192 +26,14 @@ from nwor_ops.vllm.support.refusals import (
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 
-_LAYERS = "vllm.model_executor.layers.mamba."
 _CONTEXT = "vllm.v1.worker.mamba_utils"
 _BUILDER = "vllm.v1.attention.backends.gdn_attn"
-_QWEN = _LAYERS + "gdn.qwen_gdn_linear_attn"
-_KIMI = _LAYERS + "gdn.kimi_gdn_linear_attn"
-_OLMO = _LAYERS + "gdn.olmo_gdn_linear_attn"
-_GLM = "vllm.models.glm5next.common.kda"
-_BAILING = "vllm.model_executor.models.bailing_moe_v3"
-_PLE = "vllm.models.qwen4_exp.nvidia.ple_layer"
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """A vLLM layer class that supports one state per request.
-
-    Attributes:
-        name: name of the vLLM class.
-        ours: module of the class that replaces it.
-        hooks: vLLM functions that this plugin overrides, calls or relies on for this class only.
-        installer: module with the function ``install``; ``ours`` by default.
-        without_record: names of other recurrent classes in such models. They already keep one state per request, so
-            they need no record.
-    """
-
-    name: str
-    ours: str
-    hooks: tuple[Hook, ...]
-    installer: str = ""
-    without_record: tuple[str, ...] = ()
-
-    def install(self) -> None:
-        """Make vLLM create our class. See :func:`~nwor_ops.vllm.recurrent.layer.put_in_place`."""
-        importlib.import_module(self.installer or self.ours).install()
-
-
-QWEN = LayerKind(
-    "QwenGatedDeltaNetAttention",
-    "nwor_ops.vllm.recurrent.models.qwen",
-    (
-        Hook(
-            _QWEN,
-            "QwenGatedDeltaNetAttention.__init__",
-            "config, vllm_config, prefix, gqa_interleaved_layout, reduce_results",
-        ),
-        Hook(_QWEN, "QwenGatedDeltaNetAttention.get_kv_cache_spec", "vllm_config"),
-        Hook(_QWEN, "QwenGatedDeltaNetAttention.get_state_shape", ""),
-        Hook(_QWEN, "QwenGatedDeltaNetAttention._forward_core", "mixed_qkv, b, a, core_attn_out"),
-        *(
-            Hook(
-                _QWEN,
-                f"QwenGatedDeltaNetAttention._forward_core_decode_spec{name}",
-                "mixed_qkv, b, a, output_gate, core_attn_out, attn_metadata",
-            )
-            for name in ("_fused_norm", "_post_conv_fused_norm")
-        ),
-        Hook(
-            _QWEN,
-            "fused_sigmoid_gating_delta_rule_update",
-            "A_log, a, b, dt_bias, q, k, v, beta, threshold, scale, initial_state, inplace_final_state, cu_seqlens, "
-            "ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel, is_kda",
-        ),
-    ),
-)
-# Qwen3.8-Flash-Next. Some of its layers also have PLE, a short convolution with its own KV-cache group.
-QWEN4 = LayerKind(
-    QWEN.name,
-    QWEN.ours,
-    (
-        *QWEN.hooks,
-        Hook(_PLE, "Qwen4ExpPLELayer.get_kv_cache_spec", "vllm_config"),
-        Hook("vllm.v1.attention.backends.short_conv_attn", "PleShortConvAttentionMetadataBuilder.build",
-             "common_prefix_len, common_attn_metadata, fast_build, num_accepted_tokens, num_decode_draft_tokens_cpu, "
-             "kwargs", cuda=True),
-    ),
-    installer="nwor_ops.vllm.recurrent.models.qwen4",
-    without_record=("Qwen4ExpPLELayer",),
-)  # fmt: skip
-KIMI = LayerKind(
-    "KimiGatedDeltaNetAttention",
-    "nwor_ops.vllm.recurrent.models.kimi",
-    (
-        Hook(_KIMI, "KimiGatedDeltaNetAttention.__init__", "config, vllm_config, prefix"),
-        Hook(_KIMI, "KimiGatedDeltaNetAttention.get_state_shape", ""),
-        Hook(_KIMI, "KimiGatedDeltaNetAttention.get_state_dtype", ""),
-        Hook(_KIMI, "KimiGatedDeltaNetAttention._forward", "mixed_qkv, g1, g2, beta, core_attn_out"),
-        Hook(
-            "vllm.models.kimi_k3.nvidia.ops.third_party.kda",
-            "fused_recurrent_kda",
-            "q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, ssm_state_indices, "
-            "num_accepted_tokens, out, fuse_gate",
-        ),
-        Hook(_LAYERS + "abstract", "MambaBase.get_kv_cache_spec", "vllm_config"),
-    ),
-)
-OLMO = LayerKind(
-    "OlmoHybridGatedDeltaNetAttention",
-    "nwor_ops.vllm.recurrent.models.olmo",
-    (
-        Hook(_OLMO, "OlmoHybridGatedDeltaNetAttention.__init__", "config, vllm_config, prefix"),
-        Hook(_OLMO, "OlmoHybridGatedDeltaNetAttention.get_state_shape", ""),
-        Hook(_OLMO, "OlmoHybridGatedDeltaNetAttention._forward_core", "mixed_qkv, b, a, core_attn_out"),
-        Hook(_OLMO, "OlmoHybridGatedDeltaNetAttention.rearrange_mixed_qkv", "mixed_qkv"),
-        Hook(
-            _OLMO,
-            "fused_recurrent_gated_delta_rule",
-            "q, k, v, g, beta, scale, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, "
-            "num_accepted_tokens, use_qk_l2norm_in_kernel",
-        ),
-        Hook(
-            _LAYERS + "ops.causal_conv1d",
-            "causal_conv1d_update",
-            "x, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens, query_start_loc, "
-            "max_query_len, null_block_id, validate_data, out",
-            cuda=True,
-        ),
-        Hook(_LAYERS + "mamba_utils", "is_conv_state_dim_first", ""),
-        Hook(_LAYERS + "abstract", "MambaBase.get_kv_cache_spec", "vllm_config"),
-    ),
-)
-# vLLM's package for this model has imports that a CPU installation may lack.
-GLM = LayerKind(
-    "Glm5NextLinearAttention",
-    "nwor_ops.vllm.recurrent.models.glm",
-    (
-        Hook(_GLM, "Glm5NextLinearAttention.__init__", "config, vllm_config, prefix", cuda=True),
-        Hook(_GLM, "Glm5NextLinearAttention.get_kv_cache_spec", "vllm_config", cuda=True),
-        Hook(_GLM, "Glm5NextLinearAttention.get_state_shape", "", cuda=True),
-        Hook(_GLM, "Glm5NextLinearAttention.get_state_dtype", "", cuda=True),
-        Hook(_GLM, "Glm5NextLinearAttention._forward", "qkv_proj_states, g1, beta, core_attn_out", cuda=True),
-        Hook(
-            _GLM,
-            "fused_recurrent_kda",
-            "q, k, v, g, beta, scale, initial_state, inplace_final_state, use_qk_l2norm_in_kernel, cu_seqlens, "
-            "ssm_state_indices, num_accepted_tokens, out, sigmoid_beta, a_log, g_bias, compute_gate, lower_bound, "
-            "kwargs",
-            cuda=True,
-        ),
-    ),
-)
-BAILING = LayerKind(
-    "BailingMoeV3KimiDeltaAttention",
-    "nwor_ops.vllm.recurrent.models.bailing",
-    (
-        Hook(
-            _BAILING,
-            "BailingMoeV3KimiDeltaAttention.__init__",
-            "config, quant_config, layer_id, prefix, model_config, cache_config, num_speculative_tokens",
-        ),
-        Hook(_BAILING, "BailingMoeV3KimiDeltaAttention.get_state_shape", ""),
-        Hook(_BAILING, "BailingMoeV3KimiDeltaAttention.get_state_dtype", ""),
-        Hook(
-            _BAILING,
-            "BailingMoeV3KimiDeltaAttention._forward",
-            "q_proj_states, k_proj_states, v_proj_states, g1, beta, core_attn_out",
-        ),
-        Hook(
-            _BAILING,
-            "fused_recurrent_kda_fwd",
-            "q, k, v, g, beta, scale, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, "
-            "num_accepted_tokens, use_qk_l2norm_in_kernel",
-        ),
-        Hook(_LAYERS + "abstract", "MambaBase.get_kv_cache_spec", "vllm_config"),
-    ),
-)
-_KINDS = {  # all other supported architectures have Qwen's layer
-    "Qwen4ExpForCausalLM": QWEN4,
-    "Qwen4ExpForConditionalGeneration": QWEN4,
-    "KimiLinearForCausalLM": KIMI,
-    "AliceAIForCausalLM": KIMI,
-    "BailingMoeV3ForCausalLM": BAILING,
-    "BailingMoeV3VLForConditionalGeneration": BAILING,
-    "OlmoHybridForCausalLM": OLMO,
-    "Glm5NextForCausalLM": GLM,
-    "Glm5NextForConditionalGeneration": GLM,
-}
-
-
-def kind_of(vllm_config: Any) -> LayerKind:
-    """Return the layer class of an engine's model. The model must be one of ``ONE_STATE_MODELS``."""
-    return _KINDS.get(vllm_config.model_config.architecture, QWEN)
 
 
 # vLLM functions that this plugin overrides, calls or relies on for every layer class.
 _COMMON_HOOKS = (
-    Hook(_LAYERS + "abstract", "MambaBase.bind_kv_cache", "kv_cache"),
-    Hook(_LAYERS + "abstract", "MambaBase.get_attn_backend", ""),
+    Hook(LAYERS + "abstract", "MambaBase.bind_kv_cache", "kv_cache"),
+    Hook(LAYERS + "abstract", "MambaBase.get_attn_backend", ""),
     Hook(_BUILDER, "GDNAttentionMetadataBuilder.__init__", "kv_cache_spec, layer_names, vllm_config, device"),
     Hook(
         _BUILDER,
@@ -238,9 +61,9 @@ _COMMON_HOOKS = (
     ),
     Hook(RUNNER_MODULE, "GPUModelRunner.add_requests", "scheduler_output"),
     Hook(RUNNER_MODULE, "GPUModelRunner.update_requests", "scheduler_output"),
-    Hook(_LAYERS + "checkpoint", "MambaPrefillCheckpointBuilder.build", "m, request_rows"),
+    Hook(LAYERS + "checkpoint", "MambaPrefillCheckpointBuilder.build", "m, request_rows"),
     Hook(
-        _LAYERS + "checkpoint",
+        LAYERS + "checkpoint",
         "MambaPrefillCheckpointExporter.export",
         "checkpoint, raw_qkv, conv_state, cu_seqlens, recurrent_checkpoint, recurrent_state, recurrent_rows, "
         "token_indices",
@@ -249,7 +72,7 @@ _COMMON_HOOKS = (
     Hook("vllm.platforms.interface", "Platform._align_hybrid_block_size", "vllm_config, backend_cls"),
     Hook(RUNNER_MODULE, "GPUModelRunner.load_model", "load_dummy_weights, args, model, kwargs"),
 )  # fmt: skip
-HOOKS = (*QWEN4.hooks, *KIMI.hooks, *OLMO.hooks, *GLM.hooks, *BAILING.hooks, *_COMMON_HOOKS)
+HOOKS = (*dict.fromkeys(hook for model in models.ALL for hook in (model.recurrence, *model.hooks)), *_COMMON_HOOKS)
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1."
 _NIXL = Hook(
@@ -326,16 +149,13 @@ def check_chunk(vllm_config: Any, geometry: Any, capability: Any) -> None:
             raise CHUNK_FORM.because(what=f"{what}: {size} tokens, not a multiple of {geometry.chunk}")
 
 
-def check_registered(registered: type | None, layer: str, ours: str) -> None:
-    """Check that no other plugin replaced a layer class.
+def check_registered(model: Model) -> None:
+    """Check that no other plugin replaced the layer class of a model. vLLM's registry holds one class for it."""
+    from vllm.model_executor.custom_op import op_registry_oot
 
-    Args:
-        registered: the class that vLLM's registry holds for the layer, or None.
-        layer: name of the vLLM class.
-        ours: module of our class.
-    """
-    if registered is not None and registered.__module__ != ours:
-        raise TAKEN_CLASS.because(registered=f"{registered.__module__}.{registered.__qualname__}", layer=layer)
+    registered: Any = op_registry_oot.get(model.layer)
+    if registered is not None and registered.__module__ != model.methods.__module__:
+        raise TAKEN_CLASS.because(registered=f"{registered.__module__}.{registered.__qualname__}", layer=model.layer)
 
 
 def check_state_connectors(vllm_config: Any) -> None:
@@ -346,33 +166,19 @@ def check_state_connectors(vllm_config: Any) -> None:
             raise STATE_CONNECTOR.because(name=name, why=why)
 
 
-def check_hooks(kind: LayerKind) -> None:
-    """Check the version of vLLM and the hooks of a layer class."""
-    check_vllm((*kind.hooks, *_COMMON_HOOKS), ONE_STATE)
+def check_hooks(model: Model) -> None:
+    """Check the version of vLLM and the hooks of a model."""
+    check_vllm((model.recurrence, *model.hooks, *_COMMON_HOOKS), ONE_STATE)
 
 
 @functools.cache
-def _problem_of_vllm(kind: LayerKind) -> str | None:
+def _problem_of_vllm(model: Model) -> str | None:
     try:
-        check_hooks(kind)
+        check_hooks(model)
         check_library("cuda")
     except Unsupported as error:
         return str(error)
     return None
-
-
-def _state_dtype(vllm_config: Any) -> Any:
-    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
-
-    cache, dtype = vllm_config.cache_config, vllm_config.model_config.dtype
-    kind = kind_of(vllm_config)
-    if kind in (KIMI, BAILING):  # their layers ignore mamba_ssm_cache_dtype
-        return MambaStateDtypeCalculator.kda_state_dtype(dtype, cache.mamba_cache_dtype)[1]
-    if kind is GLM:
-        return MambaStateDtypeCalculator.kda_state_dtype(dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype)[1]
-    return MambaStateDtypeCalculator.gated_delta_net_state_dtype(
-        dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
-    )[1]
 
 
 def _capability() -> tuple[int, int] | None:
@@ -383,26 +189,18 @@ def _capability() -> tuple[int, int] | None:
     return None if found is None else (found.major, found.minor)
 
 
-def _registered(kind: LayerKind) -> type | None:
-    """Return the class that vLLM's registry holds for the layer, or None."""
-    from vllm.model_executor.custom_op import op_registry_oot
-
-    found: type | None = op_registry_oot.get(kind.name)
-    return found
-
-
 def checks_of(vllm_config: Any) -> Iterator[Callable[[], None]]:
     """Yield the checks of a configuration, in order. Each raises :class:`Unsupported`, and may rely on the ones before
     it. :func:`check_hooks` and the compiled library are not among them, because they are the same for every
     configuration.
     """
-    kind = kind_of(vllm_config)
     yield lambda: check_engine(vllm_config, vllm_config.device_config.device_type, ONE_STATE)
+    model = model_of(vllm_config)
     yield lambda: check_state_connectors(vllm_config)
-    yield lambda: check_one_state(RecordGeometry.of(vllm_config), _state_dtype(vllm_config))
+    yield lambda: check_one_state(RecordGeometry.of(vllm_config), model.state_dtype(vllm_config))
     if NworConfig.load(vllm_config.additional_config).chunk:
         yield lambda: check_chunk(vllm_config, RecordGeometry.of(vllm_config), _capability())
-    yield lambda: check_registered(_registered(kind), kind.name, kind.ours)
+    yield lambda: check_registered(model)
     yield lambda: _check_connector_hooks(vllm_config)
 
 
@@ -417,9 +215,9 @@ def problem_of(vllm_config: Any) -> str | None:
     try:
         for check in checks_of(vllm_config):
             check()
+        return _problem_of_vllm(model_of(vllm_config))
     except Unsupported as error:
         return str(error)
-    return _problem_of_vllm(kind_of(vllm_config))
 
 
 def has_one_state(vllm_config: Any) -> bool:

@@ -36,26 +36,6 @@ DRAFT_METHODS = {"V2": ("draft_model",), "V1": ("draft_model", "eagle", "eagle3"
 DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN")
 DRAFT_CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 CACHE_SPECS = (*DRAFT_CACHE_SPECS, "MLAAttentionSpec")
-# Models that support one state per request. All recurrent layers of such a model have the same vLLM class.
-ONE_STATE_MODELS = (
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-    "MiniCPMV4_6ForConditionalGeneration",
-    "InternS2PreviewForConditionalGeneration",
-    "InternS2MobiusForConditionalGeneration",
-    "Qwen4ExpForCausalLM",
-    "Qwen4ExpForConditionalGeneration",
-    "KimiLinearForCausalLM",
-    "AliceAIForCausalLM",
-    "BailingMoeV3ForCausalLM",
-    "BailingMoeV3VLForConditionalGeneration",
-    "OlmoHybridForCausalLM",
-    "Glm5NextForCausalLM",
-    "Glm5NextForConditionalGeneration",
-)
 KEY_WIDTHS, VALUE_WIDTHS = (64, 96, 128, 256), (64, 128, 192, 256)  # elements per head of a recurrent state
 # GPUs with enough shared memory for the chunk form, by compute capability.
 CHUNK_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))

@@ -22,7 +22,6 @@ from nwor_ops.vllm.support.features import (
     FUSED_MLA_WRITER,
     KEY_WIDTHS,
     ONE_STATE,
-    ONE_STATE_MODELS,
     TRANSACTION,
     VALUE_WIDTHS,
 )
@@ -220,6 +219,11 @@ DRAFTER = Refusal(
     "M-RoPE, index sharing between the steps of MTP, `enforce_eager` of the drafter",
     draft_graphs="its passes differ", message="draft graphs in model runner V1: {what}", engines="runner V1",
     change="--speculative-config")
+OTHER_MODEL = Refusal(
+    "a model that is not listed above for one recurrent state",
+    one_state="they have not been tried, or their recurrent layers use other kernels",
+    message="one state per request: model {architecture} has not been tried, or its recurrent layers use other "
+    "kernels; supported are {supported}")
 NOT_ONE_STATE = Refusal(
     "recurrent layers other than vLLM's Gated DeltaNet for Qwen and OLMo hybrid, and KDA for Kimi Linear, "
     "GLM-5.3-Flash and Bailing V3 (for example Mamba, other short convolutions)",
@@ -334,9 +338,7 @@ REFUSALS = (
     Refusal("model runner V1", "", "", lambda config: not config.use_v2_model_runner,
             one_state="it builds batches and copies states between blocks in another way",
         change="VLLM_USE_V2_MODEL_RUNNER=1"),
-    Refusal(f"other models than {', '.join(ONE_STATE_MODELS)}", "", "",
-            lambda config: config.model_config.architecture not in ONE_STATE_MODELS,
-            one_state="they have not been tried, or their recurrent layers use other kernels"),
+    OTHER_MODEL,
     Refusal("Kimi Linear with Kimi K3's gate (`use_full_rank_gate`)", "", "", _has_other_gate,
             one_state="vLLM then creates Kimi K3's layer, which is another class"),
     Refusal("`--use-replayssm`", "", "", _has("cache_config.use_replayssm"),

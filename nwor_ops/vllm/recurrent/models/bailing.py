@@ -1,4 +1,4 @@
-"""The KDA layer of Bailing V3 with one state per request. vLLM computes decays and betas before its kernel.
+"""KDA of Bailing V3. vLLM computes decays and betas before its kernel.
 
 vLLM applies the convolutions of q, k and v separately; their rows share one state. The norm after the recurrence is
 vLLM's.
@@ -10,54 +10,79 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
-from vllm.model_executor.models import bailing_moe_v3 as vllm_layer
 
-from nwor_ops.vllm.recurrent.layer import OneStateLayer, put_in_place
+from nwor_ops.vllm.hooks import Hook
+from nwor_ops.vllm.recurrent.models.model import SPEC_HOOK, LayerMethods, Model, kda_heads
+
+_MODULE, _LAYER = "vllm.model_executor.models.bailing_moe_v3", "BailingMoeV3KimiDeltaAttention"
 
 
-class OneStateBailingDeltaNet(OneStateLayer, vllm_layer.BailingMoeV3KimiDeltaAttention):
-    """See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`. vLLM calls one function for all windows."""
-
+class BailingMethods(LayerMethods):
     given_gates = True
-    allow_neg_eigval = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # vLLM's class does not take the engine's configuration as an argument.
-        vllm_layer.BailingMoeV3KimiDeltaAttention.__init__(self, *args, **kwargs)
-        self.set_up(get_current_vllm_config())
+    def engine_config(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the engine's configuration, which vLLM's class does not take as an argument."""
+        from vllm.config import get_current_vllm_config
+
+        return get_current_vllm_config()
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        super().bind_kv_cache(kv_cache)
-        self._state_at = self.kv_cache[1].data_ptr()
+        vllm_layer: Any = super()
+        vllm_layer.bind_kv_cache(kv_cache)
+        self._state_address = self.kv_cache[1].data_ptr()
 
     def _forward(self, *args: Any, **kwargs: Any) -> None:
         """Run vLLM's code. It passes its kernel a new view of the state, so remember which layer runs."""
         global _running
         _running = self
+        vllm_layer: Any = super()
         try:
-            super()._forward(*args, **kwargs)
+            vllm_layer._forward(*args, **kwargs)
         finally:
             _running = None
 
+    @staticmethod
+    def owner_of(state: Tensor) -> BailingMethods | None:
+        """Return the layer that runs, if this is its state and it has a record."""
+        layer = _running
+        return layer if layer is not None and layer.one_state and state.data_ptr() == layer._state_address else None
 
-_running: OneStateBailingDeltaNet | None = None
-
-
-def install() -> None:
-    """See :func:`~nwor_ops.vllm.recurrent.layer.put_in_place`."""
-    name, recurrence = "BailingMoeV3KimiDeltaAttention", "fused_recurrent_kda_fwd"
-    put_in_place(OneStateBailingDeltaNet, name, vllm_layer, recurrence, _verified, _owner_of)
-
-
-def _owner_of(state: Tensor) -> OneStateBailingDeltaNet | None:
-    """Return the layer that runs, if this is its state and it has a record."""
-    layer = _running
-    return layer if layer is not None and layer.one_state and state.data_ptr() == layer._state_at else None
+    def recurrence(self, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Tensor:
+        """Verify the windows of a batch."""
+        out = torch.empty_like(v)
+        self.verify(q[0], k[0], v[0], g[0], beta[0], out[0])
+        return out
 
 
-def _verified(layer: OneStateLayer, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Tensor:
-    """Verify the windows of a batch. All tensors have a batch dimension of one: ``[1, T, ...]``."""
-    out = torch.empty_like(v)
-    layer.verify(q[0], k[0], v[0], g[0], beta[0], out[0])
-    return out
+_running: BailingMethods | None = None
+
+MODEL = Model(
+    architectures=("BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration"),
+    module=_MODULE,
+    layer=_LAYER,
+    methods=BailingMethods,
+    recurrence=Hook(
+        _MODULE,
+        "fused_recurrent_kda_fwd",
+        "q, k, v, g, beta, scale, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, "
+        "num_accepted_tokens, use_qk_l2norm_in_kernel",
+    ),
+    hooks=(
+        Hook(
+            _MODULE,
+            f"{_LAYER}.__init__",
+            "config, quant_config, layer_id, prefix, model_config, cache_config, num_speculative_tokens",
+        ),
+        Hook(_MODULE, f"{_LAYER}.get_state_shape", ""),
+        Hook(_MODULE, f"{_LAYER}.get_state_dtype", ""),
+        Hook(
+            _MODULE,
+            f"{_LAYER}._forward",
+            "q_proj_states, k_proj_states, v_proj_states, g1, beta, core_attn_out",
+        ),
+        SPEC_HOOK,
+    ),
+    heads=lambda config: kda_heads(config.num_attention_heads, config.head_dim),
+    state_dtype_of="kda_state_dtype",
+    dtype_settings=("mamba_cache_dtype",),
+)

@@ -1,6 +1,7 @@
-"""vLLM's KDA layer of GLM-5.3-Flash with one state per request. It has a bounded decay for each channel of a key.
+"""KDA of GLM-5.3-Flash: a bounded decay for each channel of a key.
 
-vLLM merges the convolutions of q, k and v into one, with one state. vLLM's code runs the norm after the recurrence.
+vLLM merges the convolutions of q, k and v into one, with one state. vLLM's code runs the norm after the recurrence. A
+CPU installation may lack what vLLM's package for this model imports.
 """
 
 from __future__ import annotations
@@ -9,47 +10,48 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.models.glm5next.common import kda as vllm_layer
 
-from nwor_ops.vllm.recurrent.layer import OneStateLayer, put_in_place
+from nwor_ops.vllm.hooks import Hook
+from nwor_ops.vllm.recurrent.models.model import LayerMethods, Model, kda_heads
+
+_MODULE, _LAYER = "vllm.models.glm5next.common.kda", "Glm5NextLinearAttention"
 
 
-class OneStateGlmDeltaNet(OneStateLayer, vllm_layer.Glm5NextLinearAttention):
-    """Replace vLLM's layer. See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`.
-
-    vLLM computes all windows with one function, which :func:`install` patches.
-    """
-
-    allow_neg_eigval = False
-
+class GlmMethods(LayerMethods):
     @property
-    def gate_lower_bound(self) -> float:  # type: ignore[override]  # vLLM sets it once, under another name
+    def gate_lower_bound(self) -> float:
         """The bound of the gate. vLLM's kernel has no other gate."""
-        assert self.kda_lower_bound is not None
-        return self.kda_lower_bound
+        bound: float = self.kda_lower_bound
+        return bound
+
+    def recurrence(
+        self, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """Verify the windows of a batch. ``g`` and ``beta`` are logits. vLLM passes ``out`` if it has only windows."""
+        out = torch.empty_like(v) if out is None else out
+        self.verify(q[0], k[0], v[0], g[0], beta[0], out[0])
+        return out
 
 
-def install() -> None:
-    """See :func:`~nwor_ops.vllm.recurrent.layer.put_in_place`."""
-    put_in_place(OneStateGlmDeltaNet, "Glm5NextLinearAttention", vllm_layer, "fused_recurrent_kda", _verified)
-
-
-def _verified(
-    layer: OneStateLayer,
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    out: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Verify the windows of a batch.
-
-    All tensors have a batch dimension of one: ``[1, T, ...]``. ``g`` and ``beta`` are logits. vLLM passes ``out`` if
-    the batch has only windows.
-    """
-    out = torch.empty_like(v) if out is None else out
-    layer.verify(q[0], k[0], v[0], g[0], beta[0], out[0])
-    return out
+MODEL = Model(
+    architectures=("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"),
+    module=_MODULE,
+    layer=_LAYER,
+    methods=GlmMethods,
+    recurrence=Hook(
+        _MODULE,
+        "fused_recurrent_kda",
+        "q, k, v, g, beta, scale, initial_state, inplace_final_state, use_qk_l2norm_in_kernel, cu_seqlens, "
+        "ssm_state_indices, num_accepted_tokens, out, sigmoid_beta, a_log, g_bias, compute_gate, lower_bound, kwargs",
+        cuda=True,
+    ),
+    hooks=(
+        Hook(_MODULE, f"{_LAYER}.__init__", "config, vllm_config, prefix", cuda=True),
+        Hook(_MODULE, f"{_LAYER}.get_kv_cache_spec", "vllm_config", cuda=True),
+        Hook(_MODULE, f"{_LAYER}.get_state_shape", "", cuda=True),
+        Hook(_MODULE, f"{_LAYER}.get_state_dtype", "", cuda=True),
+        Hook(_MODULE, f"{_LAYER}._forward", "qkv_proj_states, g1, beta, core_attn_out", cuda=True),
+    ),
+    heads=lambda config: kda_heads(config.linear_num_heads, config.linear_head_dim),
+    state_dtype_of="kda_state_dtype",
+)

@@ -1,4 +1,4 @@
-"""vLLM's KDA layer of Kimi Linear with one state per request. It has a decay for each channel of a key.
+"""KDA of Kimi Linear: a decay for each channel of a key.
 
 vLLM merges the convolutions of q, k and v into one, with one state. vLLM's code runs the norm after the recurrence.
 """
@@ -9,41 +9,57 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as vllm_layer
-from vllm.models.kimi_k3.nvidia.ops.third_party import kda
 
-from nwor_ops.vllm.recurrent.layer import OneStateLayer, put_in_place
+from nwor_ops.vllm.hooks import Hook
+from nwor_ops.vllm.recurrent.models.model import (
+    LAYERS,
+    SPEC_HOOK,
+    Heads,
+    LayerMethods,
+    Model,
+    gated_delta_net_heads,
+    kda_heads,
+)
 
-
-class OneStateKimiDeltaNet(OneStateLayer, vllm_layer.KimiGatedDeltaNetAttention):
-    """Replace vLLM's layer. See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`.
-
-    vLLM computes all windows with one function, which :func:`install` patches. vLLM's layer imports it when it runs.
-    """
-
-    allow_neg_eigval = False
-
-
-def install() -> None:
-    """See :func:`~nwor_ops.vllm.recurrent.layer.put_in_place`."""
-    put_in_place(OneStateKimiDeltaNet, "KimiGatedDeltaNetAttention", kda, "fused_recurrent_kda", _verified)
+_MODULE, _LAYER = LAYERS + "gdn.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"
 
 
-def _verified(
-    layer: OneStateLayer,
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    raw_g: Tensor,
-    raw_beta: Tensor,
-    out: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Verify the windows of a batch.
+class KimiMethods(LayerMethods):
+    def recurrence(
+        self, *, q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """Verify the windows of a batch. vLLM passes ``out`` if the batch has only windows."""
+        out = torch.empty_like(v) if out is None else out
+        self.verify(q[0], k[0], v[0], raw_g[0], raw_beta[0], out[0])
+        return out
 
-    All tensors have a batch dimension of one: ``[1, T, ...]``. vLLM passes ``out`` if the batch has only windows.
-    """
-    out = torch.empty_like(v) if out is None else out
-    layer.verify(q[0], k[0], v[0], raw_g[0], raw_beta[0], out[0])
-    return out
+
+def _heads(config: Any) -> Heads:
+    kda = getattr(config, "linear_attn_config", None)
+    if kda is None:  # AliceAI names its sizes as Gated DeltaNet does
+        return gated_delta_net_heads(config)._replace(per_channel=True)
+    return kda_heads(kda["num_heads"], kda["head_dim"])
+
+
+MODEL = Model(
+    architectures=("KimiLinearForCausalLM", "AliceAIForCausalLM"),
+    module=_MODULE,
+    layer=_LAYER,
+    methods=KimiMethods,
+    recurrence=Hook(  # vLLM's layer imports it when it runs
+        "vllm.models.kimi_k3.nvidia.ops.third_party.kda",
+        "fused_recurrent_kda",
+        "q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, ssm_state_indices, "
+        "num_accepted_tokens, out, fuse_gate",
+    ),
+    hooks=(
+        Hook(_MODULE, f"{_LAYER}.__init__", "config, vllm_config, prefix"),
+        Hook(_MODULE, f"{_LAYER}.get_state_shape", ""),
+        Hook(_MODULE, f"{_LAYER}.get_state_dtype", ""),
+        Hook(_MODULE, f"{_LAYER}._forward", "mixed_qkv, g1, g2, beta, core_attn_out"),
+        SPEC_HOOK,
+    ),
+    heads=_heads,
+    state_dtype_of="kda_state_dtype",
+    dtype_settings=("mamba_cache_dtype",),
+)

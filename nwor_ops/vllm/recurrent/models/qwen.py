@@ -1,4 +1,4 @@
-"""vLLM's Gated DeltaNet layer of Qwen3-Next and Qwen3.5 with one state per request."""
+"""Gated DeltaNet of Qwen3-Next and Qwen3.5. A batch with only windows skips vLLM's copies of q, k, v and the output."""
 
 from __future__ import annotations
 
@@ -6,25 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as vllm_layer
 
-from nwor_ops.vllm.recurrent.layer import OneStateLayer, put_in_place
-from nwor_ops.vllm.recurrent.metadata import OneStateMetadata
+from nwor_ops.vllm.hooks import Hook
+from nwor_ops.vllm.recurrent.models.model import LAYERS, LayerMethods, Model, gated_delta_net_heads
+
+MODULE, LAYER = LAYERS + "gdn.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"
 
 
-class OneStateGatedDeltaNet(OneStateLayer, vllm_layer.QwenGatedDeltaNetAttention):
-    """Replace vLLM's layer. See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`.
-
-    A batch with only windows skips vLLM's copies of q, k, v and the output.
-    """
-
-    allow_neg_eigval = False
-
+class QwenMethods(LayerMethods):
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> Any:
         """Run convolution and recurrence."""
         metadata = self.windows()
         if metadata is None or not metadata.is_windows_only:
-            return super()._forward_core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
+            vllm_layer: Any = super()
+            return vllm_layer._forward_core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
         # This runs the convolution and then the method below. The empty gate means: no gate here.
         return self._forward_core_decode_spec_fused_norm(
             mixed_qkv=mixed_qkv,
@@ -36,32 +31,23 @@ class OneStateGatedDeltaNet(OneStateLayer, vllm_layer.QwenGatedDeltaNetAttention
         )
 
     def _forward_core_decode_spec_post_conv_fused_norm(
-        self,
-        mixed_qkv: Tensor,
-        b: Tensor,
-        a: Tensor,
-        output_gate: Tensor,
-        core_attn_out: Tensor,
-        attn_metadata: Any,
+        self, mixed_qkv: Tensor, b: Tensor, a: Tensor, output_gate: Tensor, core_attn_out: Tensor, attn_metadata: Any
     ) -> None:
         """Run recurrence, gate and norm, for which vLLM has one kernel. With an empty gate, run only the recurrence."""
-        if isinstance(attn_metadata, OneStateMetadata):
-            self._verify_packed(mixed_qkv, b, a, core_attn_out, output_gate if output_gate.numel() else None)
+        if not self.has_plan(attn_metadata):
+            vllm_layer: Any = super()
+            vllm_layer._forward_core_decode_spec_post_conv_fused_norm(
+                mixed_qkv=mixed_qkv,
+                b=b,
+                a=a,
+                output_gate=output_gate,
+                core_attn_out=core_attn_out,
+                attn_metadata=attn_metadata,
+            )
             return
-        super()._forward_core_decode_spec_post_conv_fused_norm(
-            mixed_qkv=mixed_qkv,
-            b=b,
-            a=a,
-            output_gate=output_gate,
-            core_attn_out=core_attn_out,
-            attn_metadata=attn_metadata,
-        )
-
-    def _verify_packed(
-        self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, gate: Tensor | None
-    ) -> None:
         tokens, keys = mixed_qkv.shape[0], self.key_dim // self.tp_size
         q, k, v = mixed_qkv.split([keys, keys, self.value_dim // self.tp_size], dim=-1)
+        gate = output_gate if output_gate.numel() else None
         self.verify(
             q.unflatten(-1, (-1, self.head_k_dim)),
             k.unflatten(-1, (-1, self.head_k_dim)),
@@ -75,18 +61,43 @@ class OneStateGatedDeltaNet(OneStateLayer, vllm_layer.QwenGatedDeltaNetAttention
             self.norm.activation,
         )
 
+    def recurrence(self, *, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **_: Any) -> Tensor:
+        """Verify the windows of a batch that also holds prompts. ``a`` and ``b`` have no batch dimension."""
+        out = torch.empty_like(v)
+        self.verify(q[0], k[0], v[0], a, b, out[0])
+        return out
 
-def install() -> None:
-    """See :func:`~nwor_ops.vllm.recurrent.layer.put_in_place`."""
-    recurrence = "fused_sigmoid_gating_delta_rule_update"
-    put_in_place(OneStateGatedDeltaNet, "QwenGatedDeltaNetAttention", vllm_layer, recurrence, _verified)
 
-
-def _verified(layer: OneStateLayer, *, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **_: Any) -> Tensor:
-    """Verify the windows of a batch that also holds prompts.
-
-    ``q``, ``k`` and ``v`` have a batch dimension of one: ``[1, T, ...]``. ``a`` and ``b`` have none.
-    """
-    out = torch.empty_like(v)
-    layer.verify(q[0], k[0], v[0], a, b, out[0])
-    return out
+_FUSED = "mixed_qkv, b, a, output_gate, core_attn_out, attn_metadata"
+RECURRENCE = Hook(
+    MODULE,
+    "fused_sigmoid_gating_delta_rule_update",
+    "A_log, a, b, dt_bias, q, k, v, beta, threshold, scale, initial_state, inplace_final_state, cu_seqlens, "
+    "ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel, is_kda",
+)
+HOOKS = (
+    Hook(MODULE, f"{LAYER}.__init__", "config, vllm_config, prefix, gqa_interleaved_layout, reduce_results"),
+    Hook(MODULE, f"{LAYER}.get_kv_cache_spec", "vllm_config"),
+    Hook(MODULE, f"{LAYER}.get_state_shape", ""),
+    Hook(MODULE, f"{LAYER}._forward_core", "mixed_qkv, b, a, core_attn_out"),
+    Hook(MODULE, f"{LAYER}._forward_core_decode_spec_fused_norm", _FUSED),
+    Hook(MODULE, f"{LAYER}._forward_core_decode_spec_post_conv_fused_norm", _FUSED),
+)
+MODEL = Model(
+    architectures=(
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+        "MiniCPMV4_6ForConditionalGeneration",
+        "InternS2PreviewForConditionalGeneration",
+        "InternS2MobiusForConditionalGeneration",
+    ),
+    module=MODULE,
+    layer=LAYER,
+    methods=QwenMethods,
+    recurrence=RECURRENCE,
+    hooks=HOOKS,
+    heads=gated_delta_net_heads,
+)
