@@ -19,7 +19,8 @@ from nwor_ops.cli.report import BAD, GOOD, Report
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.gpu import find_gpu
 from nwor_ops.library import STABLE_ABI_TARGET
-from nwor_ops.testing.random_windows import FAMILIES, run_window
+from nwor_ops.testing.random_windows import run_window
+from nwor_ops.testing.samples import FAMILIES
 
 PLUGIN = "nwor_ops"  # the name of the entry point
 ROUNDS = 4  # of random windows: they call every op
