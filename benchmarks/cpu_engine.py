@@ -21,8 +21,8 @@ import torch
 from engine_child import describe_plugin, switch_transactions
 from results import Row, ratios, row, save
 
-from nwor_ops.cli.demo_engine import DemoEngine, serve
-from nwor_ops.testing.engine_process import EngineProcess, engine_environment
+from nwor_ops.cli.demo_engine import DemoEngine
+from nwor_ops.testing.engine_process import EngineProcess, engine_environment, serve
 from nwor_ops.testing.tiny_llama import Size, write_tiny_llama
 
 SIZES = {
@@ -42,8 +42,7 @@ class SwitchedEngine(DemoEngine):
 
 
 def measure(name: str, size: Size, rounds: int, folder: pathlib.Path) -> list[Row]:
-    from nwor_ops.cli.demo import make_job
-    from nwor_ops.cli.demo_options import DemoOptions
+    from nwor_ops.cli.demo import DemoOptions, make_job
 
     job = make_job(DemoOptions(output=folder), str(write_tiny_llama(folder / name, size=size)))
     engine = EngineProcess(name, job, folder, engine_environment("cow", audit=False, offline=True), program=(__file__,))

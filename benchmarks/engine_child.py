@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nwor_ops.cli.demo_engine import serve
+from nwor_ops.testing.engine_process import serve
 
 DRAFTING = "nwor: the drafter"  # name of a range in the profile
 TTFT_TOKENS = 8

@@ -12,7 +12,7 @@ from typing import Any
 import made_tables
 import typer
 
-from nwor_ops.cli.app import app
+from nwor_ops_cli import app
 
 DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "reference" / "commands.md"
 
@@ -35,7 +35,7 @@ def _shown(option: Any) -> str:
     default = option.default.value if isinstance(option.default, Enum) else option.default
     if option.required:
         return "required"
-    return "" if default is None or isinstance(default, bool) else f"`{default}`"
+    return "" if default in (None, "") or isinstance(default, bool) else f"`{default}`"
 
 
 def filled(text: str) -> str:

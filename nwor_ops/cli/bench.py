@@ -8,33 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import math
 import os
+import pathlib
 import platform
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-
-from nwor_ops.cli.bench_client import OUTPUT_TOKENS, Client, Run
-from nwor_ops.cli.bench_options import OURS, RANDOM, RECURRENT, SIDES, VANILLA, BenchOptions, check_form
-from nwor_ops.cli.bench_picture import draw_loads
-from nwor_ops.cli.bench_report import Finding, Load, as_dict, print_loads
-from nwor_ops.cli.files import not_written
-from nwor_ops.cli.progress import Tasks
-from nwor_ops.cli.versions import imported_versions
-from nwor_ops.config import is_ours
+from nwor_ops.cli.bench_client import OUTPUT_TOKENS, RANDOM, Client, Run, Traffic
+from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, as_dict, draw_loads, print_loads
+from nwor_ops.cli.report import Report, Stopped, check_model, make_folder, versions
+from nwor_ops.config import SWITCH, is_ours
 from nwor_ops.testing.server import Server, ServerFailed
 
+TRANSACTION, DRAFT, RECURRENT = "transaction", "draft", "recurrent"
 START_SECONDS = 3600.0  # a large model may be downloaded and compiled
 WARM_UP_SEEDS = (2**31 - 1, 2**31 - 2)  # no round has them
-SIMULTANEOUS = 2  # servers that share a device
+# Every setting that could differ between the sides. The environment wins over --additional-config.
+_ALL_OFF = {
+    SWITCH: "on",
+    "VLLM_NWOR_MODE": "off",
+    "VLLM_NWOR_AUDIT": "0",
+    "VLLM_NWOR_DRAFT_GRAPHS": "0",
+    "VLLM_NWOR_RECURRENT": "0",
+    "VLLM_NWOR_ON_UNSUPPORTED": "error",
+    "VLLM_NWOR_EMIT_METRICS": "1",
+}
 
 
 class Outcome(enum.IntEnum):
@@ -49,53 +53,129 @@ class Outcome(enum.IntEnum):
     INTERRUPTED = 130
 
 
-class Stopped(Exception):
-    """The benchmark ends without a result. The message is a sentence."""
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of the command; see ``nwor-ops bench --help``.
 
-    def __init__(self, outcome: Outcome, message: str) -> None:
-        super().__init__(message)
-        self.outcome = outcome
+    Attributes:
+        feature: ``"transaction"``, ``"draft"`` or ``"recurrent"``.
+        arguments: the arguments of ``vllm serve``, for both sides.
+        output: folder for the results.
+        mode: of the transaction, ``"cow"`` or ``"stage"``.
+        form: of recurrent states, ``"exact"`` or ``"chunk"``.
+        traffic: the requests.
+        vanilla_environment: variables of the vanilla server, on top of this process's.
+    """
+
+    feature: str
+    arguments: tuple[str, ...]
+    output: pathlib.Path
+    mode: str = "cow"
+    form: str = "exact"
+    requests: tuple[int, ...] = (1, 16, 64)
+    rounds: int = 6
+    seconds: float = 20.0
+    traffic: Traffic = field(default_factory=Traffic)
+    vanilla_arguments: tuple[str, ...] = ()
+    vanilla_environment: Mapping[str, str] = field(default_factory=dict)
+    restart: bool = False
+    control: bool = False
+
+    @property
+    def feature_name(self) -> str:
+        """The feature's name in ``nwor-ops check``."""
+        return {TRANSACTION: self.mode, DRAFT: "draft graphs", RECURRENT: "one state"}[self.feature]
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """A name of each side, for output."""
+        ours = f"{self.feature_name} ({self.form})" if self.feature == RECURRENT else self.feature_name
+        return {VANILLA: VANILLA, OURS: "vanilla again" if self.control else ours}
+
+    @property
+    def switch(self) -> dict[str, str]:
+        """The variable that switches the feature on."""
+        return {
+            TRANSACTION: {"VLLM_NWOR_MODE": self.mode},
+            DRAFT: {"VLLM_NWOR_DRAFT_GRAPHS": "1"},
+            RECURRENT: {"VLLM_NWOR_RECURRENT": self.form},
+        }[self.feature]
+
+    @property
+    def label(self) -> tuple[str, str]:
+        """The feature's label of ``nwor_info``, and its value if the feature is active."""
+        return {
+            TRANSACTION: ("transaction", self.mode),
+            DRAFT: ("draft_graphs", "on"),
+            RECURRENT: ("recurrent", self.form),
+        }[self.feature]
+
+    def settings(self, side: str) -> dict[str, str]:
+        """Return the variables that this command sets for a side."""
+        if side == OURS and not self.control:
+            return _ALL_OFF | self.switch
+        return {SWITCH: "off"} | (dict(self.vanilla_environment) if side == VANILLA else {})
+
+    def environment(self, side: str) -> dict[str, str]:
+        """Return the complete environment of a side's server. It lets a client empty the prefix cache."""
+        kept = {name: value for name, value in os.environ.items() if not is_ours(name)}
+        return kept | {"VLLM_SERVER_DEV_MODE": "1"} | self.settings(side)
+
+    def arguments_of(self, side: str) -> list[str]:
+        return [*self.arguments, *(self.vanilla_arguments if side == VANILLA else ())]
 
 
-def run_bench(options: BenchOptions, as_json: bool) -> int:
-    """Measure, print and write the results, and return the exit code. No server runs afterwards."""
-    console, errors = _console(as_json), _console(True)
+def parse_requests(text: str) -> tuple[int, ...]:
+    """Parse ``"1,16,64"``. Raises Stopped."""
+    numbers = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if min(numbers) < 1 or len(set(numbers)) < len(numbers):
+        raise Stopped(f"--requests must be different positive numbers like 1,16,64, got {text!r}")
+    return tuple(numbers)
+
+
+def parse_variables(texts: Sequence[str]) -> dict[str, str]:
+    """Parse ``NAME=VALUE``. Raises Stopped."""
+    variables = {}
+    for text in texts:
+        name, is_assignment, value = text.partition("=")
+        if not name or not is_assignment:
+            raise Stopped(f"--vanilla-env must be NAME=VALUE, got {text!r}")
+        if is_ours(name):
+            raise Stopped(f"--vanilla-env: {name} is a setting of nwor_ops, and the vanilla side runs without it")
+        variables[name] = value
+    return variables
+
+
+def parse_words(option: str, text: str) -> tuple[str, ...]:
+    """Split a string as a shell does. Raises Stopped."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise Stopped(f"{option}: {error} in {text!r}") from None
+
+
+def run_bench(options: BenchOptions, report: Report) -> int:
+    """Measure, print and write the results, and return the exit code. No server runs afterwards. Raises Stopped."""
+    make_folder(options.output)
+    check_model("MODEL", options.arguments[0])
     try:
         with _ended_by(signal.SIGTERM):
-            result, loads = _measure(options, console)
-    except (Stopped, ServerFailed) as error:
-        outcome = error.outcome if isinstance(error, Stopped) else Outcome.FAILED
-        errors.print(f"[bold red]nwor-ops bench:[/] {escape(str(error))}", soft_wrap=True)
-        if as_json:
-            print(json.dumps({"exit_code": outcome.value, "error": str(error)}, indent=2))
-        return outcome.value
+            result, loads = _measure(options, report)
+    except ServerFailed as error:
+        raise Stopped(str(error), Outcome.FAILED) from None
     except KeyboardInterrupt:
-        errors.print("nwor-ops bench: interrupted; the servers are stopped", soft_wrap=True)
-        return Outcome.INTERRUPTED.value
-    device, versions = result["device"], result["versions"]
+        raise Stopped("interrupted; the servers are stopped", Outcome.INTERRUPTED) from None
+    device = result["device"]
     headline = f"{options.titles[OURS]} over vanilla vLLM: {result['model']}"
-    about = f"{device['count']} x {device['name']}, vLLM {versions['vllm']}, nwor_ops {versions['nwor_ops']}, "
-    is_written = True
-    try:
-        (options.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-        draw_loads(loads, options.output / "bench.png", headline, about + f"rounds: {options.rounds}")
-    except OSError as error:  # a full disk, for example; the result is printed all the same
-        is_written = False
-        errors.print(f"[bold red]nwor-ops bench:[/] {escape(not_written(options.output, error))}", soft_wrap=True)
-    if as_json:
-        print(json.dumps(result, indent=2))
-    else:
-        print_loads(console, options, loads)
-        console.print(f"{about}{result['seconds']:.0f} s in total", soft_wrap=True)
-        if is_written:
-            pictured, figures = options.output / "bench.png", options.output / "result.json"
-            console.print(f"picture: {pictured}, all figures: {figures}", soft_wrap=True)
+    about = f"{device['count']} x {device['name']}, vLLM {result['versions']['vllm']}, {options.rounds} rounds"
+    written = report.write_json(options.output, "result.json", result)
+    written &= report.write(options.output, "bench.png", lambda path: draw_loads(loads, path, headline, about))
+    report.json(result)
+    print_loads(report, options.titles, loads, options.restart)
+    report.line(f"{about}, {result['seconds']:.0f} s in total")
+    if written:
+        report.line(f"picture: {options.output / 'bench.png'}, all figures: {options.output / 'result.json'}")
     return int(result["exit_code"])
-
-
-def _console(stderr: bool) -> Console:
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=120)
 
 
 @contextlib.contextmanager
@@ -111,36 +191,35 @@ def _ended_by(number: signal.Signals) -> Iterator[None]:
 # ---------------------------------------------------------------- before the start
 
 
-def _prepare(options: BenchOptions) -> Any:
-    """Return vLLM's configuration, after the checks of ``nwor-ops check``. They need no server."""
-    found = dict(os.environ)
+def prepare(options: BenchOptions) -> Any:
+    """Return vLLM's configuration, after the checks of ``nwor-ops check``. They need no server. Raises Stopped."""
+    environment = dict(os.environ)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of this process; vLLM reads it when it is imported
     from nwor_ops.vllm import check
 
-    for name in filter(is_ours, found):
+    for name in filter(is_ours, environment):
         del os.environ[name]
     os.environ.update(options.settings(OURS))
     try:
         config = check.configure(options.arguments)
-        check_form(options, config.additional_config, found)
         predictions = () if options.control else check.look(options.arguments).predictions
     except check.InvalidEngine as error:
-        raise Stopped(Outcome.ENGINE, f"vLLM refuses these arguments: {error}") from None
+        raise Stopped(f"vLLM refuses these arguments: {error}", Outcome.ENGINE) from None
     except ValueError as error:
-        raise Stopped(Outcome.INVALID, str(error)) from None
+        raise Stopped(str(error)) from None
     finally:
         os.environ.clear()
-        os.environ.update(found)
+        os.environ.update(environment)
     for prediction in predictions:
         if prediction.feature == options.feature_name and not prediction.runs:
-            why = "; ".join(f"{reason.why} ({reason.change})" if reason.change else reason.why
-                            for reason in prediction.reasons)  # fmt: skip
-            raise Stopped(Outcome.REFUSED, f"{options.feature_name} will be refused: {why}")
-    longest, asked = config.model_config.max_model_len, options.input_tokens + (options.output_tokens or OUTPUT_TOKENS)
-    if options.prompts == RANDOM and asked > longest:
-        raise Stopped(
-            Outcome.INVALID, f"--input-len and --output-len: {asked} tokens exceed the engine's limit of {longest}"
-        )
+            reasons = "; ".join(
+                f"{reason.why} ({reason.change})" if reason.change else reason.why for reason in prediction.reasons
+            )
+            raise Stopped(f"{options.feature_name} will be refused: {reasons}", Outcome.REFUSED)
+    longest, traffic = config.model_config.max_model_len, options.traffic
+    tokens = traffic.input_len + (traffic.output_len or OUTPUT_TOKENS)
+    if traffic.prompts == RANDOM and tokens > longest:
+        raise Stopped(f"--input-len and --output-len: {tokens} tokens exceed the engine's limit of {longest}")
     return config
 
 
@@ -148,7 +227,7 @@ def memory_arguments(options: BenchOptions, config: Any) -> list[str]:
     """Return the arguments that give each of two servers its share of the memory."""
     if options.restart:
         return []
-    share = config.cache_config.gpu_memory_utilization / SIMULTANEOUS
+    share = config.cache_config.gpu_memory_utilization / len(SIDES)
     return ["--gpu-memory-utilization", f"{math.floor(1000 * share) / 1000}"]
 
 
@@ -156,7 +235,12 @@ def memory_arguments(options: BenchOptions, config: Any) -> list[str]:
 
 
 class Servers:
-    """Starts the servers of both sides and checks that each is what it should be."""
+    """Starts the servers of both sides and checks that each is what it should be.
+
+    Args:
+        options: the options of the command.
+        memory: further arguments of both servers.
+    """
 
     def __init__(self, options: BenchOptions, memory: Sequence[str]) -> None:
         self._options, self._memory = options, memory
@@ -188,22 +272,19 @@ class Servers:
         title = self._options.titles[side]
         try:
             server.wait_until_ready(START_SECONDS)
-        except ServerFailed as error:
+            labels = active_features(server.get("/metrics"))
+        except (ServerFailed, OSError) as error:
             short = self._memory and "memory" in str(error).lower()
             more = "; with --restart each side has the whole memory" if short else ""
             raise ServerFailed(f"{title}: {error}{more}") from None
         expected = None if side == VANILLA or self._options.control else self._options.label
-        try:
-            found = _active(server.get("/metrics"))
-        except OSError as error:
-            raise ServerFailed(f"{title}: /metrics does not answer: {error} (log: {server.log_file})") from None
-        if expected is None and found:
-            raise ServerFailed(f"{title}: nwor_ops is active there: {found} (log: {server.log_file})")
-        if expected is not None and found.get(expected[0]) != expected[1]:
+        if expected is None and labels:
+            raise ServerFailed(f"{title}: nwor_ops is active there: {labels} (log: {server.log_file})")
+        if expected is not None and labels.get(expected[0]) != expected[1]:
             raise ServerFailed(f"{title}: not active in the started engine; its log has the reason: {server.log_file}")
 
 
-def _active(metrics: str) -> dict[str, str]:
+def active_features(metrics: str) -> dict[str, str]:
     """Return the labels of ``nwor_info``, which an engine without the plugin does not have."""
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -225,61 +306,46 @@ def _uninterrupted() -> Iterator[None]:
 # ---------------------------------------------------------------- measurements
 
 
-def _measure(options: BenchOptions, console: Console) -> tuple[dict[str, Any], list[Load]]:
+def _measure(options: BenchOptions, report: Report) -> tuple[dict[str, Any], list[Load]]:
     started = time.monotonic()
-    tasks = Tasks(console, 2 if options.restart else 3)
-    with tasks.task(f"checking whether {options.titles[OURS]} runs with these arguments"):
-        with contextlib.redirect_stdout(sys.stderr):
-            config = _prepare(options)
-        try:
-            client = Client(options, config.model_config)
-        except ValueError as error:
-            raise Stopped(Outcome.INVALID, str(error)) from None
+    title = f"checking whether {options.titles[OURS]} runs with these arguments"
+    with report.task(title), contextlib.redirect_stdout(sys.stderr):
+        config = prepare(options)
+        client = Client(options.traffic, config.model_config, options.output / "client.log")
     servers, plan = Servers(options, memory_arguments(options, config)), Plan(options, client)
-    (_measure_restarted if options.restart else _measure_side_by_side)(options, console, tasks, servers, plan)
+    measure_rounds(options, report, servers, plan)
     loads = [Load(requests, runs) for requests, runs in plan.runs.items()]
-    result = _describe(options, config, servers, loads)
-    return result | {"seconds": round(time.monotonic() - started, 1)}, loads
+    return _describe(options, config, servers, loads) | {"seconds": round(time.monotonic() - started, 1)}, loads
 
 
-def _measure_side_by_side(options: BenchOptions, console: Console, tasks: Tasks, servers: Servers, plan: Plan) -> None:
+def measure_rounds(options: BenchOptions, report: Report, servers: Servers, plan: Plan) -> None:
+    """Measure all rounds: with servers that both run all the time, or started in turn for each round and side.
+
+    The order of the sides turns from round to round.
+    """
     with contextlib.ExitStack() as stack:
-        with tasks.task(f"starting two servers, vanilla and {options.titles[OURS]}"):
-            both = stack.enter_context(servers.running(*SIDES))
+        both: dict[str, Server] = {}
+        if not options.restart:
+            with report.task(f"starting two servers, vanilla and {options.titles[OURS]}"):
+                both = stack.enter_context(servers.running(*SIDES))
         minutes = math.ceil(plan.total * options.seconds / 60)
-        title = f"measuring {options.rounds} rounds after a warm-up, about {minutes} min"
-        with tasks.task(title, plan.total) as advance:
+        with report.task(f"measuring {options.rounds} rounds, about {minutes} min", plan.total) as advance:
             for server in both.values():
                 plan.warm_up(server)
             for number in range(options.rounds):
-                for requests in options.requests:
-                    for side in _order(number):
-                        plan.run(side, both[side], requests, number)
-                        advance()
-                _say_round(console, options, number)
-
-
-def _measure_restarted(options: BenchOptions, console: Console, tasks: Tasks, servers: Servers, plan: Plan) -> None:
-    title = f"measuring {options.rounds} rounds, each after a start of each side"
-    with tasks.task(title, plan.total) as advance:
-        for number in range(options.rounds):
-            for side in _order(number):
-                with servers.running(side) as started:
-                    plan.warm_up(started[side])
+                order = SIDES if number % 2 == 0 else SIDES[::-1]
+                if both:
                     for requests in options.requests:
-                        plan.run(side, started[side], requests, number)
-                        advance()
-            _say_round(console, options, number)
-
-
-def _order(number: int) -> Sequence[str]:
-    """Return the sides in the order of this round, which turns from round to round."""
-    return SIDES if number % 2 == 0 else SIDES[::-1]
-
-
-def _say_round(console: Console, options: BenchOptions, number: int) -> None:
-    if not console.is_terminal:
-        console.print(f"round {number + 1} of {options.rounds}")
+                        for side in order:
+                            plan.run(side, both[side], requests, number)
+                            advance()
+                    continue
+                for side in order:
+                    with servers.running(side) as started:
+                        plan.warm_up(started[side])
+                        for requests in options.requests:
+                            plan.run(side, started[side], requests, number)
+                            advance()
 
 
 class Plan:
@@ -322,17 +388,10 @@ def _describe(options: BenchOptions, config: Any, servers: Servers, loads: Seque
         "form": options.form if options.feature == RECURRENT else None,
         "control": options.control,
         "model": config.model_config.model,
-        "versions": imported_versions(),
+        "versions": versions(),
         "device": _device(config),
         "memory": "whole, started in turn" if options.restart else "shared, both started once",
-        "traffic": {
-            "prompts": options.prompts,
-            "input_len": options.input_tokens if options.prompts == RANDOM else None,
-            "output_len": options.output_tokens or (OUTPUT_TOKENS if options.prompts == RANDOM else None),
-            "temperature": options.temperature,
-            "client_args": list(options.client_arguments),
-            "seconds": options.seconds,
-        },
+        "traffic": options.traffic.as_dict() | {"seconds": options.seconds},
         "sides": {
             side: {"arguments": servers.arguments_of(side), "environment": options.settings(side)} for side in SIDES
         },

@@ -1,22 +1,20 @@
-"""Compare the runs of ``nwor-ops bench``: what the ratios prove, as a table, as JSON and as sentences."""
+"""Compare the runs of ``nwor-ops bench``: what the ratios prove, as a table, a picture, JSON and sentences."""
 
 from __future__ import annotations
 
 import enum
 import math
+import pathlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from nwor_ops.cli.bench_client import Run
-from nwor_ops.cli.bench_options import OURS, SIDES, VANILLA, BenchOptions
+from nwor_ops.cli.report import BAD, GOOD, NOTE, Report
 
+VANILLA, OURS = "vanilla", "nwor"
+SIDES = (VANILLA, OURS)
 CONFIDENCE = 0.95
 # Output tok/s are proportional to the tokens of a step, so a difference in these looks like a gain or a loss.
 ACCEPTANCE_TOLERANCE = 0.02
@@ -32,6 +30,16 @@ class Finding(str, enum.Enum):
     NOISE = "no difference can be told from noise"
     TOO_FEW_ROUNDS = "too few rounds"
     NOT_COMPARABLE = "not comparable"
+
+
+# Their styles on a terminal, and their colors in a picture: those of Okabe and Ito, as in demo_picture.py.
+STYLES = {
+    Finding.FASTER: (GOOD, "#009e73"),
+    Finding.SLOWER: (BAD, "#d55e00"),
+    Finding.NOISE: ("bold", "#777777"),
+    Finding.TOO_FEW_ROUNDS: (NOTE, "#777777"),
+    Finding.NOT_COMPARABLE: (BAD, "#d55e00"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,12 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Load:
-    """The runs of both sides with one number of requests at a time. Runs at the same place belong to one round."""
+    """The runs of both sides with one number of requests at a time.
+
+    Attributes:
+        requests: how many run at a time.
+        runs: by side. Runs at the same place belong to one round.
+    """
 
     requests: int
     runs: Mapping[str, Sequence[Run]]
@@ -75,11 +88,12 @@ class Load:
             return "no draft was verified; this traffic or method makes none"
         if vanilla is None or ours is None:
             return f"{VANILLA if vanilla is None else OURS} verified no draft"
+        limit = f"differ by more than {100 * ACCEPTANCE_TOLERANCE:.0f} %"
         if _differ(vanilla.length, ours.length):
-            return f"{vanilla.length:.2f} (vanilla) and {ours.length:.2f} tokens per step {_TOO_DIFFERENT}"
+            return f"{vanilla.length:.2f} (vanilla) and {ours.length:.2f} tokens per step {limit}"
         if _differ(vanilla.share, ours.share):
             shares = f"{100 * vanilla.share:.1f} (vanilla) and {100 * ours.share:.1f}"
-            return f"{shares} steps with drafts per 100 output tokens {_TOO_DIFFERENT}"
+            return f"{shares} steps with drafts per 100 output tokens {limit}"
         return None
 
     @property
@@ -100,12 +114,17 @@ class Load:
         low, high = self.interval
         return Finding.FASTER if low > 1 else Finding.SLOWER if high < 1 else Finding.NOISE
 
+    @property
+    def ratio(self) -> str:
+        """The median with its interval, or the reason why there is none, for output."""
+        if self.obstacle is not None:
+            return "-"
+        median = f"{statistics.median(self.ratios):.3f}"
+        return median if self.interval is None else f"{median} ({self.interval[0]:.3f} to {self.interval[1]:.3f})"
+
     def median(self, side: str, name: str) -> float:
         """Return the median of a field of :class:`~nwor_ops.cli.bench_client.Run` over a side's runs."""
         return statistics.median(getattr(run, name) for run in self.runs[side])
-
-
-_TOO_DIFFERENT = f"differ by more than {100 * ACCEPTANCE_TOLERANCE:.0f} %"
 
 
 def _differ(some: float, other: float) -> bool:
@@ -137,11 +156,11 @@ def as_dict(load: Load) -> dict[str, Any]:
     """Return a load as JSON values. The ratio is missing if the sides cannot be compared."""
     ratio = None
     if load.obstacle is None:
-        bounds = dict(zip(("low", "high"), load.interval or (None, None), strict=True))
-        ratio = {"median": statistics.median(load.ratios), "rounds": load.ratios} | bounds
+        low, high = load.interval or (None, None)
+        ratio = {"median": statistics.median(load.ratios), "rounds": load.ratios, "low": low, "high": high}
     acceptance = {
-        side: None if found is None else {"tokens_per_step": found.length, "steps_per_output_token": found.share}
-        for side, found in load.acceptance.items()
+        side: None if drafts is None else {"tokens_per_step": drafts.length, "steps_per_output_token": drafts.share}
+        for side, drafts in load.acceptance.items()
     }
     return {
         "requests": load.requests,
@@ -155,76 +174,80 @@ def as_dict(load: Load) -> dict[str, Any]:
 
 def sentence(load: Load) -> str:
     """Return the result of a load as a sentence."""
-    at = f"{load.requests} request{'s' if load.requests > 1 else ''} at a time"
-    if load.finding is Finding.NOT_COMPARABLE:
-        return f"{at}: not comparable: {load.obstacle}"
-    median = f"{statistics.median(load.ratios):.3f} times vanilla's output tok/s"
-    if load.interval is None:
-        return f"{at}: {median}, but {len(load.ratios)} rounds are too few to tell it from noise (at least 6)"
-    bounds = f"{median} ({load.interval[0]:.3f} to {load.interval[1]:.3f})"
-    return f"{at}: {load.finding.value}: {bounds}"
+    at = f"{load.requests} request{'s' if load.requests > 1 else ''} at a time: {load.finding.value}"
+    if load.obstacle is not None:
+        return f"{at}: {load.obstacle}"
+    more = f", {len(load.ratios)} of at least 6" if load.interval is None else ""
+    return f"{at}{more}: {load.ratio} times vanilla's output tok/s"
 
 
-def remarks(options: BenchOptions, loads: Sequence[Load]) -> Iterator[str]:
-    """Yield what a reader of the ratios should know."""
-    small = [
-        load for load in loads if load.finding in (Finding.FASTER, Finding.SLOWER)
-        and abs(statistics.median(load.ratios) - 1) < START_NOISE
-    ]  # fmt: skip
-    if small and not options.restart:
-        yield (
-            f"two starts of one engine may differ by {100 * START_NOISE:.0f} % too: --restart measures several starts, "
-            "and --control compares vanilla with vanilla"
-        )
-    if any(load.finding is Finding.NOT_COMPARABLE for load in loads):
-        yield "longer runs (--seconds) or other prompts may make the acceptance equal"
-
-
-def print_loads(console: Console, options: BenchOptions, loads: Sequence[Load]) -> None:
-    """Print a table of both sides, and a sentence for each load."""
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("requests", justify="right")
-    table.add_column("", no_wrap=True)
-    for column in ("output tok/s", "first token", "further token", "tokens per step"):
-        table.add_column(column, justify="right")
-    table.add_column("ratio (95 %)", justify="right", no_wrap=True)
+def print_loads(report: Report, titles: Mapping[str, str], loads: Sequence[Load], restarted: bool) -> None:
+    """Print a table of both sides, a sentence for each load, and what a reader of the ratios should know."""
+    rows = [("requests", "", "output tok/s", "first token", "further", "tokens per step", "ratio (95 %)")]
     for load in loads:
-        table.add_section()
         for side in SIDES:
             acceptance = load.acceptance[side]
-            table.add_row(
+            rows.append((
                 f"{load.requests:,}" if side == VANILLA else "",
-                options.titles[side],
+                titles[side],
                 f"{load.median(side, 'tok_s'):,.1f}",
                 f"{load.median(side, 'ttft_ms'):,.1f} ms",
                 f"{load.median(side, 'tpot_ms'):,.2f} ms",
                 "-" if acceptance is None else f"{acceptance.length:.2f}",
-                "" if side == VANILLA else _ratio(load),
-            )
-    console.print(table)
+                "" if side == VANILLA else load.ratio,
+            ))  # fmt: skip
+    report.table(rows, left=2)
     for load in loads:
-        console.print(f"[{_COLOURS[load.finding]}]{escape(sentence(load))}[/]", soft_wrap=True)
-    for remark in remarks(options, loads):
-        console.print(f"[yellow]note:[/] {escape(remark)}", soft_wrap=True)
+        report.line(sentence(load), style=STYLES[load.finding][0])
+    clear = [load for load in loads if load.finding in (Finding.FASTER, Finding.SLOWER)]
+    if not restarted and any(abs(statistics.median(load.ratios) - 1) < START_NOISE for load in clear):
+        start = f"two starts of one engine may differ by {100 * START_NOISE:.0f} % too"
+        report.line(f"{start}: --restart measures several starts, --control vanilla with vanilla", "note", NOTE)
+    if any(load.finding is Finding.NOT_COMPARABLE for load in loads):
+        report.line("longer runs (--seconds) or other prompts may make the acceptance equal", "note", NOTE)
 
 
-_COLOURS = {
-    Finding.FASTER: "bold green",
-    Finding.SLOWER: "bold red",
-    Finding.NOISE: "bold",
-    Finding.TOO_FEW_ROUNDS: "yellow",
-    Finding.NOT_COMPARABLE: "bold red",
-}
+# ---------------------------------------------------------------- the picture
+
+WIDTH_INCHES, ROW_INCHES = 10.0, 0.75
+DPI = 120
+LEAST_SPAN = 0.04  # the shortest axis, so that noise does not fill the picture
+_INK = "#333333"
 
 
-def _ratio(load: Load) -> str:
-    if load.obstacle is not None:
-        return "-"
-    median = f"{statistics.median(load.ratios):.3f}"
-    return median if load.interval is None else f"{median} ({load.interval[0]:.3f} to {load.interval[1]:.3f})"
+def draw_loads(loads: Sequence[Load], path: pathlib.Path, headline: str, subtitle: str) -> None:
+    """Draw the loads to a PNG file: a row for each, with the ratio of every round, or the reason why there is none."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-
-def rates(load: Load) -> str:
-    """Return both sides' output tok/s, for the picture."""
-    vanilla, ours = (load.median(side, "tok_s") for side in SIDES)
-    return f"{vanilla:,.0f} \N{RIGHTWARDS ARROW} {ours:,.0f} tok/s"
+    figure = Figure(figsize=(WIDTH_INCHES, 1.9 + ROW_INCHES * len(loads)), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(headline, fontsize=13, color=_INK)
+    axes = figure.subplots()
+    axes.set_title(subtitle, fontsize=9.5, color=_INK)
+    axes.axvline(1.0, color=_INK, linewidth=0.9, linestyle="--")
+    across = axes.get_yaxis_transform()
+    for row, load in enumerate(loads):
+        colour = STYLES[load.finding][1]
+        if load.obstacle is not None:
+            reason = f"not comparable: {load.obstacle}"
+            axes.text(0.02, row, reason, transform=across, va="center", fontsize=9, color=colour)
+            continue
+        if load.interval is not None:
+            axes.plot(load.interval, [row, row], color=colour, linewidth=5, alpha=0.35, solid_capstyle="butt")
+        axes.plot(load.ratios, [row] * len(load.ratios), "o", color=colour, markersize=4, alpha=0.7)
+        axes.plot([statistics.median(load.ratios)], [row], "|", color=colour, markersize=22, markeredgewidth=2.5)
+        rates = " \N{RIGHTWARDS ARROW} ".join(f"{load.median(side, 'tok_s'):,.0f}" for side in SIDES)
+        label = f"{load.ratio}\n{load.finding.value}\n{rates} tok/s"
+        axes.annotate(label, (1.01, row), xycoords=across, va="center", fontsize=9, color=_INK)
+    axes.set_yticks(range(len(loads)), [f"{load.requests:,}" for load in loads])
+    axes.set_ylim(len(loads) - 0.5, -0.5)
+    ratios = [1.0, *(ratio for load in loads if load.obstacle is None for ratio in load.ratios)]
+    low, high = min(ratios), max(ratios)
+    margin = max(0.06 * (high - low), (LEAST_SPAN - (high - low)) / 2)
+    axes.set_xlim(low - margin, high + margin)
+    axes.set_ylabel("requests at a time", color=_INK)
+    axes.set_xlabel("output tok/s over vanilla's: a dot per round, a line for the median, a bar for 95 %", color=_INK)
+    axes.tick_params(colors=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

@@ -1,68 +1,93 @@
 """``nwor-ops demo``: show the three features.
 
-- The KV transaction: a real vLLM engine runs the same requests without and with NWOR. Two engines are audited, and
-  every byte of the cache is compared after every step. Two more engines take turns and are timed, without an audit and
-  with a larger model. A step of the audited model is too short to tell anything about the speed of a served model.
 - Recurrent states and the draft loop: engines of ``examples/`` run with the library in plain PyTorch
-  (``demo_library.py``).
-
-``demo_report.py`` checks and prints the results.
+  (``demo_library``).
+- The KV transaction: two real vLLM engines run the same requests, without and with NWOR. The audit compares every byte
+  of their caches after every step.
 """
 
 from __future__ import annotations
 
-import json
+import pathlib
+import shlex
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 
-from nwor_ops.cli.demo_options import PARTS, SIZES, DemoOptions, own_dtype
-from nwor_ops.cli.demo_report import checked, print_result, write_files
-from nwor_ops.cli.progress import Tasks
+from nwor_ops.cli.demo_picture import draw_caches
+from nwor_ops.cli.report import BAD, GOOD, NOTE, Report, Stopped, check_model, make_folder
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
 from nwor_ops.testing.tiny_llama import write_tiny_llama
-from nwor_ops.testing.workload import MAX_RUNNING, Request, text_requests, tiny_llama_requests
+from nwor_ops.testing.workload import MAX_RUNNING, text_requests, tiny_llama_requests
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
 
+SIDES = ("vanilla", "nwor")
 MODEL_TOKENS = 512
 BLOCK_SIZE = 32
 BLOCKS = 64
 # Smaller than a prompt may be, so that prompts come in chunks together with other requests' drafts.
 BATCH_TOKENS = 64
-# On a busy machine the timing stops after this time, but never before this number of rounds.
-TIMING_SECONDS = 10.0
-FEWEST_ROUNDS = 3
-LIBRARY_PARTS = {
-    "recurrent": "decoding with K + 1 recurrent states per request, and with one",
-    "draft_loop": "drafting eagerly, and as captured",
-}
+# The workload must have both accepted and rejected drafts.
+ACCEPTANCE = (0.2, 0.8)
+SCHEMES = ("every_state", "one_state")
+LOOP_MODES = ("eager", "step", "loop")
 
 
-def run_demo(options: DemoOptions, as_json: bool) -> int:
+@dataclass(frozen=True)
+class DemoOptions:
+    """The options of the command; see ``nwor-ops demo --help``."""
+
+    output: pathlib.Path
+    mode: str = "cow"
+    model: str | None = None
+    method: str = "ngram"
+    draft_model: str | None = None
+    num_speculative_tokens: int = 4
+    max_tokens: int = 64
+    compile: bool = False
+
+    @property
+    def modes(self) -> dict[str, str]:
+        return {"vanilla": "off", "nwor": self.mode}
+
+    @property
+    def titles(self) -> dict[str, str]:
+        return {"vanilla": "vanilla vLLM", "nwor": f"NWOR ({self.mode})"}
+
+
+def check_options(options: DemoOptions) -> None:
+    """Check the options that can be checked without an engine. Raises Stopped."""
+    for option, model in (("--model", options.model), ("--draft-model", options.draft_model)):
+        if model is not None:
+            check_model(option, model)
+    make_folder(options.output)
+
+
+def run_demo(options: DemoOptions, report: Report) -> int:
     """Run the demo, print and write the results, and return the exit code."""
-    console = Console(stderr=as_json, highlight=False)
     started = time.monotonic()
     try:
-        measured = _measure(options, console)
+        library = run_library(options, report)
+        engines = run_engines(options, report)
     except EngineFailed as error:
-        console.print(f"[bold red]failed:[/] {escape(error.sentence or str(error))}", soft_wrap=True)
-        if as_json:
-            print(json.dumps({"ok": False, "problems": [error.sentence or str(error).splitlines()[0]]}, indent=2))
-        return 1
-    result = checked(options, measured)
-    result["seconds"] = round(time.monotonic() - started, 1)
-    write_files(options, measured, result)
-    if as_json:
-        print(json.dumps(result, indent=2))
-    else:
-        print_result(console, options, result)
+        raise Stopped(str(error), 1) from None
+    result = summarize(options, engines, library) | {"seconds": round(time.monotonic() - started, 1)}
+    caches = {options.titles[side]: _session(engines[side]).get("cache", {}) for side in SIDES}
+    legend = {"0": "free", "1": "committed row", "2": "stale row of a rejected draft", "3": "shadow page"}
+    for name, value in (("result.json", result), ("cache.json", {"states": legend, "caches": caches})):
+        report.write_json(options.output, name, value)
+    if any(caches.values()):
+        audit = result["nwor"]["audit"] or result["vanilla"]["audit"]
+        counts = f"{audit['drafted']:,} drafts verified, {audit['rejected']:,} rejected"
+        headline = f"The paged KV cache after the last request: {counts}"
+        report.write(options.output, "cache.png", lambda path: draw_caches(caches, path, headline))
+    report.json(result)
+    print_result(report, options, result)
     return 0 if result["ok"] else 1
 
 
@@ -70,7 +95,7 @@ def run_demo(options: DemoOptions, as_json: bool) -> int:
 
 
 def make_job(options: DemoOptions, model: str) -> dict[str, Any]:
-    """Return the job that all four engines run."""
+    """Return the job of :class:`nwor_ops.cli.demo_engine.DemoEngine`: the demo's requests, for a model."""
     speculation: dict[str, Any] = {
         "method": options.method,
         "num_speculative_tokens": options.num_speculative_tokens,
@@ -81,7 +106,7 @@ def make_job(options: DemoOptions, model: str) -> dict[str, Any]:
         speculation["model"] = options.draft_model
     engine: dict[str, Any] = {
         "model": model,
-        "skip_tokenizer_init": not options.own_model,
+        "skip_tokenizer_init": options.model is None,
         "seed": 0,
         "max_model_len": MODEL_TOKENS,
         "max_num_seqs": MAX_RUNNING,
@@ -94,7 +119,8 @@ def make_job(options: DemoOptions, model: str) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         engine["gpu_memory_utilization"] = 0.4  # two engines at a time
-    return {"engine": engine, "requests": [asdict(request) for request in _requests(options)]}
+    requests = (tiny_llama_requests if options.model is None else text_requests)(options.max_tokens)
+    return {"engine": engine, "requests": [asdict(request) for request in requests]}
 
 
 def job_of_side(options: DemoOptions, job: dict[str, Any], side: str) -> dict[str, Any]:
@@ -107,110 +133,212 @@ def job_of_side(options: DemoOptions, job: dict[str, Any], side: str) -> dict[st
     return job | {"engine": engine | {"num_gpu_blocks_override": engine["num_gpu_blocks_override"] + shadow}}
 
 
-def _requests(options: DemoOptions) -> list[Request]:
-    return text_requests(options.max_tokens) if options.own_model else tiny_llama_requests(options.max_tokens)
-
-
-def _measure(options: DemoOptions, console: Console) -> dict[str, Any]:
-    tasks = Tasks(console, 6 if options.own_model else 7)
-    models = dict.fromkeys(PARTS, options.model)
-    if not options.own_model:
-        with tasks.task("creating two models: " + ", ".join(options.models.values())):
-            models = {part: str(write_tiny_llama(options.output / part, size=SIZES[part])) for part in PARTS}
-    # Half the tokens for the larger model, which makes them again in every round.
-    shorter = {"audited": options, "timed": replace(options, max_tokens=max(options.max_tokens // 2, 8))}
-    jobs = {part: make_job(shorter[part], str(model)) for part, model in models.items()}
-    if not options.own_model:
-        for part, job in jobs.items():
-            job["engine"]["dtype"] = own_dtype(part)
-    with tasks.task("starting two engines, vanilla vLLM and NWOR, both audited"):
-        engines = start_engines(options, jobs["audited"], audit=True)
+def run_engines(options: DemoOptions, report: Report) -> dict[str, dict[str, Any]]:
+    """Run the requests in one audited engine per side. Return versions, tokens and counts by side."""
+    model = options.model
+    if model is None:
+        model = str(write_tiny_llama(options.output / "model"))
+    job = make_job(options, model)
+    engines: dict[str, EngineProcess] = {}
     try:
-        with tasks.task(f"running {len(jobs['audited']['requests'])} requests in both, every byte compared"):
-            audited = _run_audited(engines)
+        with report.task("starting two engines, vanilla vLLM and NWOR, both audited"):
+            for side, mode in options.modes.items():
+                environment = engine_environment(mode, audit=True, offline=options.model is None)
+                engines[side] = EngineProcess(side, job_of_side(options, job, side), options.output, environment)
+            versions = {side: engine.wait_until_ready() for side, engine in engines.items()}
+        title = f"running {len(job['requests'])} requests in both, every byte compared"
+        with report.task(title), ThreadPoolExecutor(len(engines)) as pool:
+            runs = pool.map(lambda engine: engine.ask("run") | engine.ask("report"), engines.values())
+            return {side: run | {"versions": versions[side]} for side, run in zip(engines, runs, strict=True)}
     finally:
         close_all(engines.values())
-    with tasks.task("starting two more engines, without an audit"):
-        engines = start_engines(options, jobs["timed"], audit=False)
-    try:
-        with tasks.task("timing them in turns", options.rounds) as advance:
-            timed = run_timed(options, engines, advance)
-    finally:
-        close_all(engines.values())
-    return {"audited": audited, "timed": timed} | run_library(options, tasks.task)
 
 
-def run_library(
-    options: DemoOptions, task: Callable[[str], AbstractContextManager[object]]
-) -> dict[str, dict[str, Any]]:
-    """Run the parts without vLLM, in a separate process. Each part runs inside ``with task(title):``."""
+def run_library(options: DemoOptions, report: Report) -> dict[str, dict[str, Any]]:
+    """Run the parts without vLLM, in a separate process."""
     job = {"num_speculative_tokens": options.num_speculative_tokens}
     environment = engine_environment("off", audit=False, offline=True)
-    program = ("-m", "nwor_ops.cli.demo_library")
-    process = EngineProcess("library", job, options.output, environment, program)
+    process = EngineProcess("library", job, options.output, environment, ("-m", "nwor_ops.cli.demo_library"))
     try:
-        answers: dict[str, dict[str, Any]] = {}
-        for part, what in LIBRARY_PARTS.items():
-            with task(what):
-                if not answers:
-                    process.wait_until_ready()
-                answers[part] = process.ask(part)
-        return answers
+        with report.task("decoding with K + 1 recurrent states per request, and with one"):
+            process.wait_until_ready()
+            recurrent = process.ask("recurrent")
+        with report.task("drafting eagerly, and as captured"):
+            return {"recurrent": recurrent, "draft_loop": process.ask("draft_loop")}
     finally:
         process.close()
 
 
-def start_engines(options: DemoOptions, job: dict[str, Any], audit: bool) -> dict[str, EngineProcess]:
-    """Start one engine per side in parallel, and wait until all are ready."""
-    suffix = "audited" if audit else "timed"
-    engines = {
-        side: EngineProcess(
-            f"{side}-{suffix}",
-            job_of_side(options, job, side),
-            options.output,
-            engine_environment(mode, audit, offline=not options.own_model),
+# ---------------------------------------------------------------- checks
+
+
+def summarize(
+    options: DemoOptions, engines: dict[str, dict[str, Any]], library: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the result of the demo: figures, and a sentence for each check that failed.
+
+    Args:
+        options: the options of the command.
+        engines: the answers of both engines, by side.
+        library: the answers of the parts without vLLM.
+    """
+    tokens, vllm = engines["vanilla"]["tokens"], engines["vanilla"]["vllm"]
+    result: dict[str, Any] = {
+        "command": shlex.join(["nwor-ops", *sys.argv[1:]]),
+        "versions": engines["nwor"]["versions"],
+        "model": options.model or "random Llama",
+        "method": options.method,
+        "draft_model": options.draft_model,
+        "num_speculative_tokens": options.num_speculative_tokens,
+        "enforce_eager": not options.compile,
+        "requests": len(tokens),
+        "output_tokens": sum(map(len, tokens)),
+        "acceptance": vllm["accepted"] / vllm["draft"] if vllm["draft"] else 0.0,
+        "outputs_identical": engines["nwor"]["tokens"] == tokens,
+    } | library
+    for side in SIDES:
+        session = _session(engines[side])
+        counts = {name: session.get(name) for name in ("description", "audit", "stats")}
+        result[side] = {"mode": options.modes[side], "vllm": engines[side]["vllm"]} | counts
+    # The user's own workload may be one-sided. That is no failure of a claim.
+    remarks = list(_workload_remarks(result))
+    result["problems"] = [*problems(options, result), *(remarks if options.model is None else ())]
+    result["notes"] = remarks if options.model is not None else []
+    result["ok"] = not result["problems"]
+    return result
+
+
+def _session(engine: dict[str, Any]) -> dict[str, Any]:
+    sessions: list[dict[str, Any]] = engine["sessions"]
+    return sessions[0] if sessions else {}
+
+
+def problems(options: DemoOptions, result: dict[str, Any]) -> Iterator[str]:
+    """Yield one sentence for every check that failed."""
+    yield from _recurrent_problems(result["recurrent"])
+    yield from _draft_loop_problems(options, result["draft_loop"])
+    if not result["outputs_identical"]:
+        yield "the engines did not generate the same tokens"
+    missing = [side for side in SIDES if result[side]["audit"] is None]
+    for side in missing:
+        yield f"{options.titles[side]} was not audited: nwor_ops was not active in that engine"
+    if not missing:
+        yield from _transaction_problems(options, result)
+
+
+def _transaction_problems(options: DemoOptions, result: dict[str, Any]) -> Iterator[str]:
+    audit = result["nwor"]["audit"]
+    if audit["stale_rows"] or audit["stale_rows_at_end"]:
+        yield f"NWOR left {max(audit['stale_rows'], audit['stale_rows_at_end'])} stale rows in the cache"
+    if options.mode == "stage":
+        if audit["exposed_rows"]:
+            yield f"NWOR wrote {audit['exposed_rows']} rows of rejected drafts to pages of a request"
+        if audit["moments"] != 2 * audit["steps"]:
+            moments, steps = audit["moments"], audit["steps"]
+            yield f"the audit compared {moments} times during steps, not twice in each of {steps} steps"
+    for side in SIDES:
+        audit, vllm = result[side]["audit"], result[side]["vllm"]
+        if (audit["drafted"], audit["accepted"]) != (vllm["draft"], vllm["accepted"]):
+            counted = f"{vllm['draft']} drafted and {vllm['accepted']} accepted tokens, the audit"
+            yield f"{options.titles[side]}: vLLM counted {counted} {audit['drafted']} and {audit['accepted']}"
+    for name in ("drafted", "accepted", "rejected"):
+        device, compared = result["nwor"]["stats"][name], result["nwor"]["audit"][name]
+        if device != compared:
+            yield f"NWOR counted {device} {name} tokens on the device, the audit {compared}"
+
+
+def _workload_remarks(result: dict[str, Any]) -> Iterator[str]:
+    low, high = ACCEPTANCE
+    if not low <= result["acceptance"] <= high:
+        share = f"{result['acceptance']:.0%} of the drafts were accepted, outside {low:.0%} to {high:.0%}"
+        yield f"the workload needs accepted and rejected drafts: {share}"
+    if result["vanilla"]["audit"] and not result["vanilla"]["audit"]["stale_rows"]:
+        yield "the workload needs rejected drafts: vanilla vLLM left no stale row"
+
+
+def _recurrent_problems(recurrent: dict[str, Any]) -> Iterator[str]:
+    every, one = (recurrent[scheme] for scheme in SCHEMES)
+    for scheme in (every, one):
+        states = scheme["states_per_request"]
+        if not scheme["same_as_plain"]:
+            yield f"recurrent states: decoding with {states} per request gave other tokens than plain decoding"
+        if not scheme["accepted"] or not scheme["rejected"]:
+            yield f"recurrent states: the workload with {states} per request needs accepted and rejected drafts"
+    if one["states_per_request"] != 1:
+        yield f"recurrent states: a request has {one['states_per_request']}, not one"
+    if one["bytes_per_request"] >= every["bytes_per_request"]:
+        yield (
+            f"recurrent states: one state and its record took {one['bytes_per_request']:,} bytes, not less than the "
+            f"{every['bytes_per_request']:,} of {every['states_per_request']} states"
         )
-        for side, mode in options.modes.items()
-    }
-    try:
-        for engine in engines.values():
-            engine.wait_until_ready()
-    except BaseException:
-        close_all(engines.values())
-        raise
-    return engines
 
 
-def _run_audited(engines: dict[str, EngineProcess]) -> dict[str, dict[str, Any]]:
-    def run(engine: EngineProcess) -> dict[str, Any]:
-        answer = engine.ask("run")
-        return answer | {"tokens": [answer["tokens"]]} | engine.ask("report")
-
-    with ThreadPoolExecutor(len(engines)) as pool:
-        return dict(zip(engines, pool.map(run, engines.values()), strict=True))
-
-
-def run_timed(
-    options: DemoOptions, engines: dict[str, EngineProcess], advance: Callable[[], None]
-) -> dict[str, dict[str, Any]]:
-    """Time the engines. Only one runs at a time, and the sides take turns, so that both see the same machine."""
-    runs = {side: [engine.ask("run")] for side, engine in engines.items()}  # the warm-up
-    started = time.monotonic()
-    for number in range(options.rounds):
-        if number >= FEWEST_ROUNDS and time.monotonic() - started > TIMING_SECONDS:
-            break
-        order = list(engines) if number % 2 == 0 else list(reversed(engines))
-        for side in order:
-            runs[side].append(engines[side].ask("run"))
-        advance()
-    return {side: timed_figures(answers) | engines[side].ask("report") for side, answers in runs.items()}
+def _draft_loop_problems(options: DemoOptions, loop: dict[str, Any]) -> Iterator[str]:
+    for mode in LOOP_MODES:
+        if not loop[mode]["same_as_eager"]:
+            yield f"draft loop: mode {mode} made other drafts than eager code"
+    passes = 2 if options.num_speculative_tokens > 1 else 1
+    if loop["loop"]["graphs"] != passes:
+        yield f"draft loop: a captured step replayed {loop['loop']['graphs']} graphs, not {passes}"
+    launches = [loop[mode]["kernels"] + loop[mode]["graphs"] for mode in LOOP_MODES]
+    if not launches[0] > launches[1] > launches[2]:
+        counts = ", ".join(f"{mode} {count}" for mode, count in zip(LOOP_MODES, launches, strict=True))
+        yield f"draft loop: launches per step must fall from eager to step to loop, got {counts}"
 
 
-def timed_figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the results of one side. The first answer is the warm-up and does not count."""
-    counted = answers[1:]
-    return {
-        "tokens": [answer["tokens"] for answer in answers],
-        "rates": [sum(map(len, answer["tokens"])) / answer["seconds"] for answer in counted],
-        "step_ms": [1e3 * answer["seconds"] / answer["steps"] for answer in counted],
-    }
+# ---------------------------------------------------------------- output
+
+
+def print_result(report: Report, options: DemoOptions, result: dict[str, Any]) -> None:
+    """Print a table for each feature, the conclusion, and a sentence for each problem."""
+    every, one = (result["recurrent"][scheme] for scheme in SCHEMES)
+    report.table([
+        ("Hybrid models: a small Llama in torch", f"{every['states_per_request']} states", "NWOR (one state)"),
+        ("bytes per request, with the record", *(f"{scheme['bytes_per_request']:,}" for scheme in (every, one))),
+        _counts("drafts accepted, rejected", (every, one), "accepted", "rejected"),
+        ("the tokens of plain decoding", *(_yes(scheme["same_as_plain"]) for scheme in (every, one))),
+    ])  # fmt: skip
+    loop = result["draft_loop"]
+    eager, captured = loop["eager"], loop["loop"]
+    same = captured["same_as_eager"] and loop["step"]["same_as_eager"]
+    report.table([
+        ("Draft models: a small drafter in torch", "eager", "NWOR (captured)"),
+        ("launches per step", f"{eager['kernels']:,}", f"{captured['graphs']} graphs, {captured['kernels']} kernels"),
+        (f"the same {loop['drafts']:,} drafts", "", _yes(same)),
+    ])  # fmt: skip
+    if loop["device"] == "cpu":
+        report.line("A CPU has no CUDA graphs: stand-ins run their bodies, and each replay counts as one launch.\n")
+    audits = [result[side]["audit"] for side in SIDES]
+    report.table([
+        ("KV transaction: a vLLM engine, audited", *options.titles.values()),
+        _counts("steps, verify steps", audits, "steps", "verify_steps"),
+        _counts("drafts accepted, rejected", audits, "accepted", "rejected"),
+        _counts("rejected rows before sampling (sum)", audits, "exposed_rows"),
+        _counts("stale rows left after a step (sum)", audits, "stale_rows"),
+        _counts("stale rows in the cache at the end", audits, "stale_rows_at_end"),
+        ("the same tokens", "", _yes(result["outputs_identical"])),
+    ])  # fmt: skip
+    versions = result["versions"]
+    report.line(
+        f"vLLM {versions['vllm']}, torch {versions['torch']}, nwor_ops {versions['nwor_ops']}, {versions['device']}; "
+        f"K = {result['num_speculative_tokens']}; {result['seconds']:.0f} s in total"
+    )
+    report.line(f"picture: {options.output / 'cache.png'}, all figures: {options.output / 'result.json'}")
+    for note in result["notes"]:
+        report.line(note, "note", NOTE)
+    for problem in result["problems"]:
+        report.line(problem, "not as promised", BAD)
+    if result["ok"]:
+        kept = {
+            "cow": "no rejected draft left a byte in the cache",
+            "stage": "no rejected draft was ever written to a page of a request",
+        }
+        report.line(f"the same tokens with and without, and {kept[options.mode]}", "as promised", GOOD)
+
+
+def _counts(label: str, sides: Any, *names: str) -> tuple[str, ...]:
+    return label, *(", ".join(f"{side[name]:,}" for name in names) if side else "-" for side in sides)
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "NO"

@@ -1,7 +1,7 @@
 """The parts of the demo without vLLM: ``python -m nwor_ops.cli.demo_library JOB.json``.
 
-They run the engines of ``examples/`` on small models with random weights. Commands and answers are those of
-:mod:`nwor_ops.cli.demo_engine`.
+They run the engines of ``examples/`` on small models with random weights. The commands are ``recurrent`` and
+``draft_loop`` (:func:`nwor_ops.testing.engine_process.serve`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ from torch import Tensor
 
 import nwor_ops
 from nwor_ops import RecurrentStates
-from nwor_ops.cli.demo_engine import serve
+from nwor_ops.testing.engine_process import serve
 from nwor_ops.testing.every_state import EveryState
 from nwor_ops.testing.host_graphs import CountedLoop, HostGraphLoop
 
 HEAD_SIZE = 128  # recurrent states, as in Qwen3-Next
 PROMPTS, OUTPUT_TOKENS = 6, 48
 DRAFT_REQUESTS, DRAFT_ROUNDS = 5, 4
-
-
-def main() -> None:
-    serve(LibraryParts)
 
 
 def example(name: str) -> Any:
@@ -130,4 +126,4 @@ def draft_loop(num_drafts: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    serve(LibraryParts)

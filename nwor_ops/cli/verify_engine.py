@@ -1,8 +1,8 @@
 """The engine of ``nwor-ops verify``: ``python -m nwor_ops.cli.verify_engine JOB.json``.
 
 A job is ``{"arguments": arguments of vllm serve, "prompts": texts or an empty list, "seed": number}``. The process
-first reads the arguments, and answers with the versions. Each line of stdin is a command, each answer a line of JSON
-(:func:`nwor_ops.cli.demo_engine.serve`):
+first reads the arguments, and answers with the versions. Then it takes commands
+(:func:`nwor_ops.testing.engine_process.serve`):
 
 - ``start``: start the engine. Its environment switches the audit on.
 - ``serve SECONDS``: add, abort and serve random requests for this time. At least one step runs.
@@ -20,11 +20,12 @@ import random
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
-from nwor_ops.cli.demo_engine import serve
-from nwor_ops.cli.versions import imported_versions
+from nwor_ops.cli.report import versions
 from nwor_ops.config import NworConfig
+from nwor_ops.testing.engine_process import serve
 
 MOST_CLIENTS = 32
 MOST_TOKENS = 64  # in an answer
@@ -42,10 +43,6 @@ class InvalidArguments(ValueError):
     """vLLM's parser or its configuration refuses the arguments."""
 
 
-def main() -> None:
-    serve(AuditedEngine)
-
-
 class AuditedEngine:
     """An engine with the user's arguments, and random requests."""
 
@@ -58,7 +55,7 @@ class AuditedEngine:
         self._seen: list[list[int]] = []
 
     def versions(self) -> dict[str, Any]:
-        return imported_versions()
+        return versions()
 
     def answer(self, line: str) -> dict[str, Any]:
         command, *numbers = line.split()
@@ -75,7 +72,7 @@ class AuditedEngine:
         self._longest = config.model_config.max_model_len
         self._most_clients = min(MOST_CLIENTS, config.scheduler_config.max_num_seqs + 4)  # some have to wait
         self._clients = self._most_clients
-        return {"audits": self._audits()}
+        return describe(config) | {"audits": self._audits()}
 
     def serve(self, seconds: float) -> dict[str, Any]:
         until, stepped = time.monotonic() + seconds, False
@@ -86,20 +83,24 @@ class AuditedEngine:
             while len(self._running) < self._clients:
                 self._add()
             self._step()
-        return dict(self._counts)
+        return {"requests": dict(self._counts)}
 
     def finish(self, seconds: float) -> dict[str, Any]:
         until = time.monotonic() + seconds
         while self._running and time.monotonic() < until:
             self._step()
-        self._counts["aborted"] += len(self._running)
-        self._engine.abort_request(list(self._running))
-        self._running.clear()
+        self._abort(list(self._running))
         return {"requests": dict(self._counts), "audits": self._audits()}
 
+    def _abort(self, requests: list[str]) -> None:
+        self._counts["aborted"] += len(requests)
+        self._engine.abort_request(requests)
+        for request in requests:
+            del self._running[request]
+
     def _step(self) -> None:
-        gone, outputs = [], self._engine.step()
-        for output in outputs:
+        to_abort = []
+        for output in self._engine.step():
             abort_after = self._running.get(output.request_id)
             if abort_after is None:
                 continue
@@ -108,11 +109,9 @@ class AuditedEngine:
                 self._counts["tokens"] += tokens
                 del self._running[output.request_id]
             elif abort_after and tokens >= abort_after:
-                gone.append(output.request_id)
-                del self._running[output.request_id]
-        self._counts["aborted"] += len(gone)
-        if gone:
-            self._engine.abort_request(gone)
+                to_abort.append(output.request_id)
+        if to_abort:
+            self._abort(to_abort)
 
     def _add(self) -> None:
         from vllm import SamplingParams
@@ -152,17 +151,37 @@ class AuditedEngine:
         """Return tokens that repeat themselves, so that a lookup of n-grams finds proposals. Ids at the ends of a
         vocabulary, where special tokens are, are left out."""
         dice = self._dice
-        gram = [
-            dice.randrange(self._vocabulary // 50, max(2, self._vocabulary * 9 // 10))
-            for _ in range(dice.randint(2, 20))
-        ]
+        least, most = self._vocabulary // 50, max(2, self._vocabulary * 9 // 10)
+        gram = [dice.randrange(least, most) for _ in range(dice.randint(2, 20))]
         length = dice.choice((1, 8, 40, 200, self._room))
         return (gram * (length // len(gram) + 1))[: dice.randint(1, min(length, self._room))]
 
     def _audits(self) -> list[dict[str, Any]]:
         """Return what each worker has audited."""
-        found: list[dict[str, Any]] = self._engine.collective_rpc(audits_in)
-        return found
+        audits: list[dict[str, Any]] = self._engine.collective_rpc(audits_in)
+        return audits
+
+
+def describe(config: Any) -> dict[str, Any]:
+    """Return what a bug report needs of an engine's configuration, in values that cannot hold a secret."""
+    speculation, parallel = config.speculative_config, config.parallel_config
+    return {
+        "settings": asdict(NworConfig.load(config.additional_config)),
+        "architecture": config.model_config.architecture,
+        "dtype": str(config.model_config.dtype),
+        "device": config.device_config.device_type,
+        "runner": "V2" if config.use_v2_model_runner else "V1",
+        "method": None if speculation is None else speculation.method,
+        "num_speculative_tokens": None if speculation is None else speculation.num_speculative_tokens,
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "block_size": config.cache_config.block_size,
+        "cache_dtype": str(config.cache_config.cache_dtype),
+        "prefix_caching": config.cache_config.enable_prefix_caching,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_model_len": config.model_config.max_model_len,
+        "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+    }
 
 
 def read_arguments(arguments: list[str]) -> Any:
@@ -172,37 +191,45 @@ def read_arguments(arguments: list[str]) -> Any:
         InvalidArguments: vLLM's parser or its configuration refuses them.
     """
     import vllm.logger  # noqa: F401  # it keeps the stderr of now, not the one below
-    from vllm.platforms import current_platform
 
-    from nwor_ops.vllm.check import InvalidEngine, configuration, engine_arguments
-
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            defaults = SMALL_ENGINE if current_platform.is_cuda() else {}
-            asked = engine_arguments(arguments, **defaults)
-            config = configuration(asked)
-            if defaults and NworConfig.load(config.additional_config).mode == "stage":
-                length = min(STAGE_LENGTH, config.model_config.max_model_len)  # of the model, or of the arguments
-                asked = engine_arguments(arguments, **defaults | {"max_model_len": length})
-                config = configuration(asked)
-            if asked.compilation_config.cudagraph_mode is None and _hides_states_of_vanilla(config):
-                asked.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode).PIECEWISE
-                with contextlib.suppress(InvalidEngine):  # adaptive verification needs FULL graphs
-                    config = configuration(asked)
+        with contextlib.redirect_stderr(printed):
+            config = _small_engine(arguments)
     except SystemExit:
-        lines = [line for line in said.getvalue().splitlines() if line.strip()]
+        lines = [line for line in printed.getvalue().splitlines() if line.strip()]
         raise InvalidArguments(lines[-1] if lines else "its parser does not know them") from None
-    except InvalidEngine as error:
-        raise InvalidArguments(str(error)) from None
     finally:
-        sys.stderr.write(said.getvalue())
+        sys.stderr.write(printed.getvalue())
     if config.parallel_config.data_parallel_size > 1:
         raise InvalidArguments("--data-parallel-size must be 1: the ranks of a dense model are separate engines")
     return config
 
 
-def _hides_states_of_vanilla(config: Any) -> bool:
+def _small_engine(arguments: list[str]) -> Any:
+    """Return the configuration with defaults that the audit needs."""
+    from vllm.platforms import current_platform
+
+    from nwor_ops.vllm.check import InvalidEngine, configuration, engine_arguments
+
+    defaults = SMALL_ENGINE if current_platform.is_cuda() else {}
+    try:
+        asked = engine_arguments(arguments, **defaults)
+        config = configuration(asked)
+        if defaults and NworConfig.load(config.additional_config).mode == "stage":
+            length = min(STAGE_LENGTH, config.model_config.max_model_len)  # of the model, or of the arguments
+            asked = engine_arguments(arguments, **defaults | {"max_model_len": length})
+            config = configuration(asked)
+        if asked.compilation_config.cudagraph_mode is None and hides_states_of_vanilla(config):
+            asked.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode).PIECEWISE
+            with contextlib.suppress(InvalidEngine):  # adaptive verification needs FULL graphs
+                config = configuration(asked)
+    except InvalidEngine as error:
+        raise InvalidArguments(str(error)) from None
+    return config
+
+
+def hides_states_of_vanilla(config: Any) -> bool:
     """Return whether this is vanilla vLLM with recurrent states and FULL graphs, which call no Python to audit them.
 
     With one of our features on, the audit needs no Python in the graphs, so the user's graph mode stays.
@@ -218,19 +245,15 @@ def audits_in(worker: Any) -> dict[str, Any]:
     from nwor_ops.vllm.audit.vllm_states import VllmStateAudit
 
     sessions, states = nwor_ops.vllm.sessions(), nwor_ops.vllm.one_states()
+    listeners = [listener for session in sessions for listener in session.listeners]
     return {
         "modes": [session.mode for session in sessions],
         "transaction": [session.audit.summary() for session in sessions if session.audit is not None],
-        "vllm_states": [
-            listener.summary()
-            for session in sessions
-            for listener in session.listeners
-            if isinstance(listener, VllmStateAudit)
-        ],
+        "vllm_states": [listener.summary() for listener in listeners if isinstance(listener, VllmStateAudit)],
         "vllm_states_not_audited": [session.states_not_audited for session in sessions if session.states_not_audited],
         "recurrent": [state.audit.summary() for state in states if state.audit is not None],
     }
 
 
 if __name__ == "__main__":
-    main()
+    serve(AuditedEngine)

@@ -1,4 +1,8 @@
-"""Start an engine process, send it commands, and report why it ended."""
+"""An engine in a separate process: start it, send it commands, and report why it ended.
+
+A command is a line of the program's stdin. An answer is a line of JSON on its stdout. What the program prints goes to
+a log. :class:`EngineProcess` is the parent's end, and :func:`serve` the program's.
+"""
 
 from __future__ import annotations
 
@@ -12,39 +16,31 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, Protocol, TextIO
 
 from nwor_ops.config import is_ours
+from nwor_ops.testing.server import error_of
 
 PATIENCE_SECONDS = 900.0
 # To end after its stdin is closed. vLLM 0.33 on a GPU may need all of it.
 CLOSING_SECONDS = 20.0
-TAIL_LINES = 25
-LONGEST_SENTENCE = 400
-_RAISED = re.compile(r"\bERROR\b.*?\] ((?:\w+\.)*\w*(?:Error|Exception|Unsupported|Interrupt): .*)")
+LONGEST_ERROR = 400
 # Make tensor parallelism reduce by NCCL only (with disable_custom_all_reduce). vLLM's other methods use NVLink
 # multicast, which some machines do not permit.
 NCCL_ALONE = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
 
 class EngineFailed(RuntimeError):
-    """An engine ended before it answered. The message ends with the tail of its log.
-
-    Attributes:
-        sentence: the engine's own error and the path of its log. None if the engine reported nothing.
-    """
-
-    def __init__(self, message: str, sentence: str | None = None) -> None:
-        super().__init__(message)
-        self.sentence = sentence
+    """An engine ended before it answered. The message has its error and the path of its log."""
 
 
 def engine_environment(mode: str, audit: bool, offline: bool) -> dict[str, str]:
     """Return the environment of one engine. With mode ``off`` and no audit, it contains nothing of nwor_ops."""
     environment = {name: value for name, value in os.environ.items() if not is_ours(name) and name != "VLLM_PLUGINS"}
     environment |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, plugin and demo in one process
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and plugin in one process
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -70,7 +66,7 @@ class EngineProcess:
         job: the program's input, written as JSON.
         folder: folder of these files.
         environment: the complete environment of the process.
-        program: arguments of Python; the job file is appended. The program answers as ``demo_engine`` does.
+        program: arguments of Python; the job file is appended. The program answers as :func:`serve` does.
         patience: maximum seconds of one answer.
     """
 
@@ -98,10 +94,15 @@ class EngineProcess:
         self._unread = b""
 
     def wait_until_ready(self) -> dict[str, Any]:
-        """Wait until the engine has started, and return the versions it runs on."""
+        """Wait until the engine has started, and return the versions it runs on.
+
+        Raises:
+            EngineFailed: it ended, or the time is up.
+        """
         return self._answer(self._deadline())["versions"]
 
     def ask(self, command: str) -> dict[str, Any]:
+        """Send a command, and return its answer. Errors are those of :meth:`wait_until_ready`."""
         assert self._process.stdin is not None
         deadline = self._deadline()
         try:
@@ -134,12 +135,12 @@ class EngineProcess:
         return time.monotonic() + self._patience
 
     def _answer(self, deadline: float) -> dict[str, Any]:
-        line = self._read_line(deadline)
-        answer: dict[str, Any] = json.loads(line)
+        answer: dict[str, Any] = json.loads(self._read_line(deadline))
         if "error" in answer:
+            is_outer = re.search("engine ?core|EngineDead", answer["error"], re.IGNORECASE)
+            error = error_of(self.log.read_text(errors="replace")) if is_outer else answer["error"]
             # Messages of pydantic checks in vLLM contain the values of all fields, over many lines.
-            said = textwrap.shorten(answer["error"], width=LONGEST_SENTENCE, placeholder=" ...")
-            self._fail("stopped", said)
+            self._fail(f"stopped: {textwrap.shorten(error, LONGEST_ERROR, placeholder=' ...')}")
         return answer
 
     def _read_line(self, deadline: float) -> bytes:
@@ -166,24 +167,13 @@ class EngineProcess:
     def _fail_at_end(self, deadline: float) -> NoReturn:
         """Wait until the engine ends, or kill it at the deadline, and report which."""
         if self._ends_by(deadline):
-            self._fail(f"ended with exit code {self._process.returncode}")
+            error = error_of(self.log.read_text(errors="replace"))
+            self._fail(f"ended with exit code {self._process.returncode}: {error}")
         self._process.kill()
         self._fail(f"closed its pipe, and did not end within {self._patience:.0f} s")
 
-    def _fail(self, what: str, said: str | None = None) -> NoReturn:
-        lines = self.log.read_text(errors="replace").splitlines()
-        tail = "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
-        what = f"the engine {self.name!r} {what}" + (f": {said}" if said else "") + _cause(lines)
-        raise EngineFailed(f"{what}; the end of {self.log}:\n{tail}", f"{what} (log: {self.log})" if said else None)
-
-
-def _cause(lines: Sequence[str]) -> str:
-    """Return the first error that vLLM's engine core logged. It is a separate process, and its parent does not repeat
-    the error."""
-    for line in lines:
-        if line.startswith("(EngineCore") and (found := _RAISED.search(line)):
-            return f"; the engine core raised {textwrap.shorten(found[1], LONGEST_SENTENCE, placeholder=' ...')}"
-    return ""
+    def _fail(self, reason: str) -> NoReturn:
+        raise EngineFailed(f"the engine {self.name!r} {reason} (log: {self.log})")
 
 
 def close_all(engines: Iterable[EngineProcess]) -> None:
@@ -194,3 +184,39 @@ def close_all(engines: Iterable[EngineProcess]) -> None:
         engine.begin_to_close()
     for engine in engines:
         engine.close(deadline)
+
+
+# ---------------------------------------------------------------- the program
+
+
+class Engine(Protocol):
+    """The interface that :func:`serve` calls."""
+
+    def versions(self) -> dict[str, Any]: ...
+
+    def answer(self, line: str) -> dict[str, Any]:
+        """Run the command in a line of stdin, and return its answer."""
+        ...
+
+
+def serve(start: Callable[[dict[str, Any]], Engine]) -> None:
+    """Start an engine with the job file of the command line, and answer each line of stdin.
+
+    The first answer is ``{"versions": engine.versions()}``. An error is the last one: ``{"error": sentence}``.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # everything else that is printed goes to the log
+    try:
+        engine = start(json.loads(pathlib.Path(sys.argv[1]).read_text()))
+        _write(answers, {"versions": engine.versions()})
+        for line in sys.stdin:
+            _write(answers, engine.answer(line.strip()))
+    except Exception as error:
+        traceback.print_exc()
+        _write(answers, {"error": f"{type(error).__name__}: {error}"})
+        sys.exit(1)
+
+
+def _write(answers: TextIO, value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()

@@ -127,19 +127,19 @@ class Server:
 
 def added_samples(metrics: str) -> dict[str, float]:
     """Return the samples in the text of ``/metrics`` by name, added over all labels."""
-    found: dict[str, float] = {}
+    samples: dict[str, float] = {}
     for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE):
-        found[name] = found.get(name, 0.0) + float(value)
-    return found
+        samples[name] = samples.get(name, 0.0) + float(value)
+    return samples
 
 
 def error_of(log: str) -> str:
-    """Return the first error in a server's log, or its last lines."""
+    """Return the first error in the log of a server or an engine, or its last lines."""
     lines = [line.rstrip() for line in log.splitlines()]
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        if found := _ERROR.search(line):
-            said = following.strip().partition(" [type=")[0] if _SEVERAL.match(found[2]) else found[2]
-            return f"{found[1].rpartition('.')[2]}: {said}"
+        if error := _ERROR.search(line):
+            message = following.strip().partition(" [type=")[0] if _SEVERAL.match(error[2]) else error[2]
+            return f"{error[1].rpartition('.')[2]}: {message}"
     return "\n".join(["the end of its log is", *(f"    {line}" for line in lines[-TAIL_LINES:])])
 
 

@@ -1,4 +1,4 @@
-"""Models of the demo: a folder with a small Llama with random weights, written in seconds, without a network.
+"""The model of the demo: a folder with a small Llama with random weights, written in seconds, without a network.
 
 vLLM's own random weights (``load_format="dummy"``) are so small that attention adds nothing to the output. Such an
 output does not depend on the cache, so it proves nothing about the cache. The random weights here are scaled so that
@@ -20,8 +20,7 @@ from torch import Tensor
 SEED = 20
 VOCABULARY = 64
 MAX_TOKENS = 512
-# Added to the logit of a token's successor. A larger value means more accepted drafts. Each layer reduces the token's
-# share of the residual stream, so a deeper model needs a larger value.
+# Added to the logit of a token's successor. A larger value means more accepted drafts.
 RULE = 7.0
 # Standard deviation of all logits without the rule. This part depends on the context.
 LOGIT_SCALE = 2.0
@@ -31,7 +30,7 @@ BLOCK_SCALE = 0.5
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the model. The defaults are those of the audited model of the demo."""
+    """Sizes of the model. The defaults are those of the demo's."""
 
     layers: int = 3
     hidden: int = 256
@@ -39,16 +38,6 @@ class Size:
     kv_heads: int = 2
     head_size: int = 64
     intermediate: int = 512
-    rule: float = RULE
-
-    @property
-    def parameters(self) -> int:
-        attention = self.hidden * self.head_size * 2 * (self.heads + self.kv_heads)
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.layers * layer + (2 * VOCABULARY + 1) * self.hidden
-
-    def __str__(self) -> str:
-        return f"Llama, {self.parameters / 1e6:.0f} M parameters"
 
     def config(self) -> dict[str, Any]:
         return {
@@ -72,10 +61,6 @@ class Size:
             "eos_token_id": 0,
             "torch_dtype": "bfloat16",
         }
-
-
-# The timed model of the demo. Its steps take 10 to 50 ms on a CPU core; those of the default model may take under 2 ms.
-TIMED_SIZE = Size(layers=8, hidden=576, heads=9, kv_heads=3, intermediate=1536, rule=10.0)
 
 
 def successor(token: int) -> int:
@@ -121,5 +106,5 @@ def _weights(seed: int, size: Size) -> Iterator[tuple[str, Tensor]]:
         yield from decoder_layer(generator, f"model.layers.{layer}", size)
     yield "model.norm.weight", torch.ones(hidden, dtype=torch.bfloat16)
     rule = torch.empty_like(embedding)
-    rule[[successor(token) for token in range(VOCABULARY)]] = embedding * (size.rule / hidden)
+    rule[[successor(token) for token in range(VOCABULARY)]] = embedding * (RULE / hidden)
     yield "lm_head.weight", matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + rule

@@ -12,32 +12,7 @@ REQUESTS = 24
 MAX_RUNNING = 12
 # Arrival of each request, in engine steps. More requests arrive than may run, so some must wait.
 ARRIVAL_STEPS = (0, 0, 0, 2, 5, 5, 8, 9, 12, 12, 13, 20, 20, 21, 24, 26, 28, 28, 30, 31, 32, 32, 33, 34)
-PROMPT_TOKENS = (
-    24,
-    70,
-    41,
-    96,
-    33,
-    18,
-    90,
-    29,
-    53,
-    47,
-    14,
-    38,
-    27,
-    61,
-    20,
-    45,
-    36,
-    12,
-    31,
-    22,
-    52,
-    17,
-    40,
-    26,
-)
+SHORTEST_PROMPT, LONGEST_PROMPT = 12, 96  # tokens
 
 _TEXTS = (
     "Repeat the list twice, in the same order: apple, pear, plum, cherry, apple, pear, plum, cherry.",
@@ -64,10 +39,11 @@ def tiny_llama_requests(max_tokens: int) -> list[Request]:
     requests = []
     for index in range(REQUESTS):
         phrases = [_phrase(generator) for _ in range(5)]
+        length = generator.randint(SHORTEST_PROMPT, LONGEST_PROMPT)
         prompt: list[int] = []
-        while len(prompt) < PROMPT_TOKENS[index]:
+        while len(prompt) < length:
             prompt += generator.choice(phrases)
-        requests.append(_request(index, prompt[: PROMPT_TOKENS[index]], max_tokens))
+        requests.append(_request(index, prompt[:length], max_tokens))
     return requests
 
 

@@ -1,4 +1,4 @@
-"""Test ``nwor-ops bench`` without vLLM: the conclusions from ratios, the refusals, and that no process is left.
+"""Test ``nwor-ops bench`` without vLLM: the conclusions from ratios, the two sides, and that no process is left.
 
 tests/vllm/test_bench_servers.py runs the command with real servers.
 """
@@ -6,14 +6,10 @@ tests/vllm/test_bench_servers.py runs the command with real servers.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import io
 import itertools
 import json
-import math
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import time
@@ -25,27 +21,27 @@ import pytest
 from nwor_ops.testing.server import Server, ServerFailed, error_of
 
 pytest.importorskip("rich")
-pytest.importorskip("typer")
 
-from rich.console import Console
-from typer.testing import CliRunner
-
-from nwor_ops.cli import bench, bench_options
-from nwor_ops.cli.app import app
-from nwor_ops.cli.bench_client import Run
-from nwor_ops.cli.bench_options import (
+from nwor_ops.cli import bench
+from nwor_ops.cli.bench import BenchOptions, parse_requests, parse_variables
+from nwor_ops.cli.bench_client import OUTPUT_TOKENS, Run, Traffic
+from nwor_ops.cli.bench_report import (
     OURS,
+    SIDES,
+    STYLES,
     VANILLA,
-    BenchOptions,
-    check_form,
-    check_options,
-    parse_requests,
-    parse_variables,
+    Finding,
+    Load,
+    as_dict,
+    draw_loads,
+    interval_of_median,
+    print_loads,
+    sentence,
 )
-from nwor_ops.cli.bench_report import Finding, Load, as_dict, interval_of_median, print_loads, remarks, sentence
-from nwor_ops.cli.progress import Tasks
+from nwor_ops.cli.report import Report
 
 STEADY = (1.01, 1.02, 0.99, 1.0, 1.01, 0.98)
+TITLES = {VANILLA: VANILLA, OURS: "cow"}
 
 
 def run(tok_s: float, drafts: int = 400, accepted: int = 600, output_tokens: int = 1000) -> Run:
@@ -62,25 +58,18 @@ def load(ratios: Sequence[float], requests: int = 4, **ours: int) -> Load:
 # ---------------------------------------------------------------- what ratios prove
 
 
-@pytest.mark.parametrize("count", range(1, 15))
-def test_the_interval_misses_the_median_in_at_most_one_of_twenty_cases(count: int) -> None:
+@pytest.mark.parametrize("count", range(15))
+def test_interval_misses_median_once_in_twenty(count: int) -> None:
     """Each value is above or below the true median with the same probability. All cases are counted."""
     values = [float(number) for number in range(count)]
-    interval = interval_of_median(values)
     missed = dict.fromkeys(range(count // 2 + 2), 0)
     for signs in itertools.product((0, 1), repeat=count):
         below = sum(signs)
         for k in missed:  # the interval from the k-th smallest to the k-th largest value
             missed[k] += below < k or count - below < k
-    allowed = 0.05 * 2**count
-    k = max(k for k in missed if missed[k] <= allowed)
-    assert interval == ((values[k - 1], values[-k]) if k else None)
-    assert (interval is None) == (count < 6)
-
-
-def test_order_does_not_matter_for_the_interval() -> None:
-    assert interval_of_median([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == (1.0, 6.0)
-    assert interval_of_median([]) is None
+    k = max(k for k in missed if missed[k] <= 0.05 * 2**count)
+    assert interval_of_median(values[::-1]) == ((values[k - 1], values[-k]) if k else None)
+    assert (k == 0) == (count < 6)
 
 
 @pytest.mark.parametrize(
@@ -95,28 +84,11 @@ def test_order_does_not_matter_for_the_interval() -> None:
         ((1.5, 1.6, 1.4, 1.5, 1.7, 0.9), Finding.NOISE),
     ],
 )
-def test_a_difference_counts_if_the_interval_is_on_one_side_of_1(ratios: Sequence[float], finding: Finding) -> None:
+def test_difference_counts_outside_of_interval(ratios: Sequence[float], finding: Finding) -> None:
     measured = load(ratios)
     assert measured.ratios == pytest.approx(list(ratios))
     assert measured.finding is finding
-
-
-def test_the_sentences_say_whether_it_is_noise() -> None:
-    noise = "no difference can be told from noise: 1.005 times vanilla's output tok/s (0.980 to 1.020)"
-    assert sentence(load(STEADY)) == f"4 requests at a time: {noise}"
-    assert sentence(load((1.5,) * 6, requests=1)).startswith("1 request at a time: faster: 1.500 times")
-    assert sentence(load((1.5,) * 2)).endswith("2 rounds are too few to tell it from noise (at least 6)")
-
-
-def test_a_difference_that_two_starts_may_have_is_remarked(tmp_path: pathlib.Path) -> None:
-    small, large = load((1.005,) * 6), load((1.02,) * 6)
-    options = BenchOptions("transaction", ("MODEL",), tmp_path)
-    assert "two starts of one engine" in "".join(remarks(options, [small]))
-    assert list(remarks(options, [large])) == []
-    assert list(remarks(BenchOptions("transaction", ("MODEL",), tmp_path, restart=True), [small])) == []
-
-
-# ---------------------------------------------------------------- unequal acceptance
+    assert f"4 requests at a time: {finding.value}" in sentence(measured)
 
 
 @pytest.mark.parametrize(
@@ -126,146 +98,81 @@ def test_a_difference_that_two_starts_may_have_is_remarked(tmp_path: pathlib.Pat
         ({"accepted": 568}, "2.50 (vanilla) and 2.42 tokens per step differ by more than 2 %"),
         ({"drafts": 420, "accepted": 630}, "40.0 (vanilla) and 42.0 steps with drafts per 100 output tokens differ"),
         ({"drafts": 0, "accepted": 0}, "nwor verified no draft"),
+        ({"accepted": 615}, None),
     ],
 )
-def test_sides_with_unequal_acceptance_get_no_ratio(
-    ours: dict[str, int], obstacle: str, tmp_path: pathlib.Path
+def test_unequal_acceptance_gets_no_ratio(
+    ours: dict[str, int], obstacle: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = load((1.234,) * 6, **ours)
-    assert measured.finding is Finding.NOT_COMPARABLE
-    assert measured.obstacle is not None
-    assert measured.obstacle.startswith(obstacle)
-    found = as_dict(measured)
-    assert (found["ratio"], found["finding"]) == (None, "not comparable")
-    console = Console(file=io.StringIO(), width=120)
-    print_loads(console, BenchOptions("transaction", ("MODEL",), tmp_path), [measured])
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"not comparable: {obstacle}" in " ".join(printed.split())
-    assert "1.23" not in printed
+    found = json.loads(json.dumps(as_dict(measured)))
+    assert [len(runs) for runs in found["runs"].values()] == [6, 6]
+    print_loads(Report("bench"), TITLES, [measured], restarted=False)
+    printed = capsys.readouterr().out
+    assert ("1.23" in printed) == (obstacle is None)
+    if obstacle is None:
+        assert found["ratio"]["rounds"] == pytest.approx([1.234] * 6)
+        assert found["acceptance"]["vanilla"]["tokens_per_step"] == pytest.approx(2.5)
+    else:
+        assert (found["ratio"], found["finding"]) == (None, "not comparable")
+        assert f"not comparable: {obstacle}" in printed
 
 
-def test_a_small_difference_of_the_acceptance_is_tolerated() -> None:
-    assert load(STEADY, accepted=615).obstacle is None
-    assert as_dict(load(STEADY))["ratio"]["median"] == pytest.approx(1.005)
-
-
-def test_two_sides_without_drafts_are_not_comparable() -> None:
+def test_sides_without_drafts_are_not_comparable() -> None:
     without = [run(100.0, drafts=0, accepted=0)] * 6
-    assert (
-        Load(1, {VANILLA: without, OURS: without}).obstacle
-        == "no draft was verified; this traffic or method makes none"
-    )
+    obstacle = "no draft was verified; this traffic or method makes none"
+    assert Load(1, {VANILLA: without, OURS: without}).obstacle == obstacle
 
 
-def test_the_picture_shows_a_ratio_only_where_there_is_one(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("ratio", "restarted", "noted"), [(1.005, False, True), (1.02, False, False), (1.005, True, False)]
+)
+def test_difference_of_two_starts_is_noted(
+    ratio: float, restarted: bool, noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_loads(Report("bench"), TITLES, [load((ratio,) * 6)], restarted)
+    assert ("two starts of one engine" in capsys.readouterr().out) == noted
+
+
+def test_picture_shows_a_ratio_only_where_there_is_one(tmp_path: pathlib.Path) -> None:
     image = pytest.importorskip("matplotlib.image")
-    from nwor_ops.cli.bench_picture import COLOURS, draw_loads
+    faster, slower = STYLES[Finding.FASTER][1], STYLES[Finding.SLOWER][1]
 
     def colours(*loads: Load) -> set[str]:
         draw_loads(loads, tmp_path / "bench.png", "headline", "subtitle")
         pixels = (image.imread(tmp_path / "bench.png")[..., :3] * 255).round().astype(int).reshape(-1, 3)
-        drawn = {"#{:02x}{:02x}{:02x}".format(*pixel) for pixel in {tuple(pixel) for pixel in pixels}}
-        return drawn & {COLOURS[Finding.FASTER], COLOURS[Finding.SLOWER]}
+        return {"#{:02x}{:02x}{:02x}".format(*pixel) for pixel in {tuple(pixel) for pixel in pixels}} & {faster, slower}
 
-    faster, refused = load((1.5, 1.6, 1.4, 1.5, 1.7, 1.3)), load((1.5,) * 6, accepted=700)
-    assert colours(faster) == {COLOURS[Finding.FASTER]}
-    assert colours(faster, refused) == {COLOURS[Finding.FASTER], COLOURS[Finding.SLOWER]}
-    assert colours(refused) == {COLOURS[Finding.SLOWER]}  # its reason
+    measured, refused = load((1.5, 1.6, 1.4, 1.5, 1.7, 1.3)), load((1.5,) * 6, accepted=700)
+    assert colours(measured) == {faster}
+    assert colours(measured, refused) == {faster, slower}  # its reason
 
 
-# ---------------------------------------------------------------- options
+# ---------------------------------------------------------------- the two sides
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (("bench", "mixture", "--", "MODEL"), "'mixture' is not one of 'transaction', 'draft', 'recurrent'"),
-        (("bench", "draft"), "Missing argument"),
-        (("bench", "draft", "MODEL", "--tensor-parallel-size", "2"), "No such option"),
-        (("bench", "draft", "--requests", "1,x", "--", "MODEL"), "--requests must be different positive numbers like"),
-        (("bench", "draft", "--requests", "4,4", "--", "MODEL"), "--requests must be different positive numbers like"),
-        (("bench", "draft", "--rounds", "0", "--", "MODEL"), "'--rounds'"),
-        (("bench", "draft", "--vanilla-env", "A", "--", "MODEL"), "--vanilla-env must be NAME=VALUE, got 'A'"),
-        (("bench", "draft", "--vanilla-env", "VLLM_NWOR_MODE=cow", "--", "MODEL"), "is a setting of nwor_ops"),
-        (("bench", "draft", "--vanilla-args", "'", "--", "MODEL"), "--vanilla-args: No closing quotation"),
-        (("bench", "draft", "--output", "/proc/none", "--", "MODEL"), "--output: /proc/none cannot be created"),
-        (("bench", "draft", "--output", "/proc", "--", "MODEL"), "--output: no file can be created in /proc"),
-        pytest.param(
-            ("bench", "draft", "--output", "x" * 300, "--", "MODEL"), "cannot be created: File name too long", id="name"
-        ),
-        (("bench", "draft", "--seconds", "inf", "--", "MODEL"), "for --seconds: must be a finite number, got inf"),
-        (("bench", "draft", "--seconds", "1e308", "--", "MODEL"), "for --seconds: must be at most 1,000,000"),
-        (("bench", "draft", "--temperature", "inf", "--", "MODEL"), "for --temperature: must be a finite number"),
-    ],
-)
-def test_a_mistake_exits_with_2_and_names_the_option(
-    words: Sequence[str], complaint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("vllm")
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, list(words), env={"COLUMNS": "200", "TERM": "dumb"})
-    assert done.exit_code == 2, done.output
-    assert complaint in " ".join(done.output.split())
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        (None, "must be 'random' or a file that ends with .jsonl"),
-        ("", "is empty"),
-        ("what\n", 'line 1 of .* must be an object with a "prompt"'),
-        ('{"prompt": "a", "output_tokens": 3}\n{"prompt": 7}\n', 'line 2 of .* must be an object with a "prompt"'),
-        ('{"prompt": "a"}\n', 'line 1 of .* has no "output_tokens"; set --output-len'),
-        pytest.param("[" * 100_000, 'line 1 of .* must be an object with a "prompt"', id="too deep"),
-        pytest.param(f'{{"a": {"9" * 5000}}}', 'line 1 of .* must be an object with a "prompt"', id="too long"),
-        ('{"prompt": "a", "output_tokens": 0}\n', '"output_tokens" in line 1 of .* must be a positive number, got 0'),
-        ('{"prompt": "a", "output_tokens": true}\n', '"output_tokens" in line 1 of .* must be a positive .*, got True'),
-    ],
-)
-def test_a_file_of_prompts_is_checked_before_a_server_starts(
-    text: str | None, complaint: str, tmp_path: pathlib.Path
-) -> None:
-    path = tmp_path / "prompts.jsonl"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ValueError, match=f"^--prompts.*{complaint}"):
-        check_options(BenchOptions("draft", ("MODEL",), tmp_path, prompts=str(path)))
-    path.write_text('{"prompt": "a"}\n')
-    check_options(BenchOptions("draft", ("MODEL",), tmp_path, prompts=str(path), output_tokens=3))
-    # Only a newline ends a line of JSON. Texts have other separators.
-    path.write_text('{"prompt": "a\u2028b\x85c", "output_tokens": 3}\n', encoding="utf-8")
-    check_options(BenchOptions("draft", ("MODEL",), tmp_path, prompts=str(path)))
-
-
-def test_a_file_of_prompts_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.symlink_to("/proc/self/mem")
-    with pytest.raises(ValueError, match=r"^--prompts: \S+prompts\.jsonl cannot be read: Input/output error$"):
-        check_options(BenchOptions("draft", ("MODEL",), tmp_path, prompts=str(path)))
-
-
-def test_valid_lists_are_parsed() -> None:
+def test_lists_are_parsed() -> None:
     assert parse_requests("1, 16,64") == (1, 16, 64)
     assert parse_variables(["A=b=c", "B="]) == {"A": "b=c", "B": ""}
 
 
-def test_the_sides_differ_in_the_feature_only(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sides_differ_in_the_feature_only(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nwor_ops.config import NworConfig
 
     monkeypatch.setenv("VLLM_NWOR_AUDIT", "1")  # set in the operator's shell
     monkeypatch.setenv("A_VARIABLE", "kept")
     wanted = {
-        "transaction": NworConfig(mode="stage"),
-        "draft": NworConfig(draft_graphs=True),
-        "recurrent": NworConfig(recurrent=True),
+        ("transaction", "exact"): NworConfig(mode="stage"),
+        ("draft", "exact"): NworConfig(draft_graphs=True),
+        ("recurrent", "exact"): NworConfig(recurrent="exact"),
+        ("recurrent", "chunk"): NworConfig(recurrent="chunk"),
     }
     additional = {"nwor": {"mode": "cow", "draft_graphs": True, "recurrent": True, "on_unsupported": "vanilla"}}
-    for feature, config in wanted.items():
-        options = BenchOptions(
-            feature, ("MODEL",), tmp_path, mode="stage", vanilla_arguments=("--more",), vanilla_environment={"B": "2"}
-        )
-        sides = {side: options.environment(side) for side in bench_options.SIDES}
+    for (feature, form), config in wanted.items():
+        changes: dict[str, Any] = {"mode": "stage", "form": form}
+        vanilla: dict[str, Any] = {"vanilla_arguments": ("--more",), "vanilla_environment": {"B": "2"}}
+        options = BenchOptions(feature, ("MODEL",), tmp_path, **changes, **vanilla)
+        sides = {side: options.environment(side) for side in SIDES}
         assert NworConfig.load(additional, sides[OURS]) == config
         assert NworConfig.load(additional, sides[VANILLA]) == NworConfig()
         assert {side["A_VARIABLE"] for side in sides.values()} == {"kept"}
@@ -275,41 +182,10 @@ def test_the_sides_differ_in_the_feature_only(tmp_path: pathlib.Path, monkeypatc
         assert NworConfig.load(additional, control) == NworConfig()
 
 
-def test_the_form_is_measured_and_named(tmp_path: pathlib.Path) -> None:
-    from nwor_ops.config import NworConfig
-
-    for form in ("exact", "chunk"):
-        options = BenchOptions("recurrent", ("MODEL",), tmp_path, form=form)
-        assert NworConfig.load({}, options.environment(OURS)).form == form
-        assert options.titles[OURS] == f"one state ({form})"
-        assert options.label == ("recurrent", form)
-
-
-@pytest.mark.parametrize(
-    ("form", "variable", "setting", "asked"),
-    [
-        ("exact", "chunk", None, "VLLM_NWOR_RECURRENT asks for chunk"),
-        ("chunk", "1", None, "VLLM_NWOR_RECURRENT asks for exact"),
-        ("exact", None, "chunk", "--additional-config asks for chunk"),
-        ("chunk", "exact", "chunk", "VLLM_NWOR_RECURRENT asks for exact"),  # the environment wins
-        ("exact", "exact", "chunk", None),
-        ("exact", "0", None, None),
-        ("chunk", "chunk", None, None),
-        ("chunk", None, None, None),
-    ],
-)
-def test_settings_of_another_form_are_refused(
-    form: str, variable: str | None, setting: str | None, asked: str | None, tmp_path: pathlib.Path
-) -> None:
-    """Other variables are ignored, as in the servers."""
-    environment = {"VLLM_NWOR_MODE": "neither"} | ({"VLLM_NWOR_RECURRENT": variable} if variable else {})
-    additional = {"nwor": {"recurrent": setting}} if setting else {}
-    options = BenchOptions("recurrent", ("MODEL",), tmp_path, form=form)
-    sentence = f"--form: {form} would be measured, but {asked}; use the same form in both, or remove that setting"
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$") if asked else contextlib.nullcontext():
-        check_form(options, additional, environment)
-    check_form(dataclasses.replace(options, feature="draft"), additional, environment)
-    check_form(dataclasses.replace(options, control=True), additional, environment)
+def test_result_names_its_traffic() -> None:
+    assert Traffic().as_dict()["output_len"] == OUTPUT_TOKENS
+    assert Traffic("some.jsonl").as_dict()["input_len"] is None
+    assert "--custom-output-len -1" in " ".join(Traffic("some.jsonl").arguments())
 
 
 # ---------------------------------------------------------------- servers
@@ -330,8 +206,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
-def start(program: str, log: pathlib.Path, **named: Any) -> Server:
-    return Server(["MODEL"], dict(os.environ), log, (sys.executable, "-c", program), **named)
+def start(program: str, log: pathlib.Path) -> Server:
+    return Server(["MODEL"], dict(os.environ), log, (sys.executable, "-c", program))
 
 
 def gone(process: int) -> bool:
@@ -340,7 +216,7 @@ def gone(process: int) -> bool:
     return with_state.rpartition(") ")[2].startswith("Z")
 
 
-def test_a_server_is_stopped_with_all_its_processes(tmp_path: pathlib.Path) -> None:
+def test_server_stops_with_all_its_processes(tmp_path: pathlib.Path) -> None:
     server = start(ANSWERING, tmp_path / "server.log")
     try:
         server.wait_until_ready(60)
@@ -357,46 +233,48 @@ def test_a_server_is_stopped_with_all_its_processes(tmp_path: pathlib.Path) -> N
     server.stop()  # again
 
 
-def test_a_server_that_ends_is_reported_with_its_first_error(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "seconds", "sentence"),
+    [
+        ("raise ValueError('no room for the cache')", 60, "the server ended: ValueError: no room for the cache"),
+        ("import time; time.sleep(600)", 0.1, "the server did not answer within 0 s"),
+    ],
+)
+def test_server_that_fails_is_reported(program: str, seconds: float, sentence: str, tmp_path: pathlib.Path) -> None:
     log = tmp_path / "server.log"
-    server = start("raise ValueError('no room for the cache')", log)
-    with pytest.raises(ServerFailed) as caught:
-        server.wait_until_ready(60)
-    assert str(caught.value) == f"the server ended: ValueError: no room for the cache (log: {log})"
-    server.stop()
-
-
-def test_a_server_that_does_not_answer_in_time_is_reported(tmp_path: pathlib.Path) -> None:
-    server = start("import time; time.sleep(600)", tmp_path / "server.log")
+    server = start(program, log)
     try:
-        with pytest.raises(ServerFailed, match="did not answer within 0 s"):
-            server.wait_until_ready(0.1)
+        with pytest.raises(ServerFailed) as caught:
+            server.wait_until_ready(seconds)
     finally:
         server.stop()
+    assert str(caught.value) == f"{sentence} (log: {log})"
 
 
-def test_the_cause_is_found_in_a_log_of_vllm() -> None:
-    log = """\
-(EngineCore pid=7) ERROR 11-23 [core.py:1] EngineCore failed to start.
-(EngineCore pid=7) ERROR 11-23 [core.py:1] Traceback (most recent call last):
-(EngineCore pid=7) ERROR 11-23 [core.py:1]     raise error
-(EngineCore pid=7) ERROR 11-23 [core.py:1] nwor_ops.vllm.errors.Unsupported: nwor: the layers are of an unknown class
-(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.
-"""
-    assert error_of(log) == "Unsupported: nwor: the layers are of an unknown class"
-    invalid = """\
-WARNING 11-23 22:17:13 [api_utils.py:33] This may cause `OSError: Too many open files`. Consider more.
-Traceback (most recent call last):
-pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
-  Value error, max_model_len is too large. [type=value_error, input_value=ArgsKwargs(), input_type=ArgsKwargs]
-    For further information visit https://errors.pydantic.dev
-"""
-    assert error_of(invalid) == "ValidationError: Value error, max_model_len is too large."
-    assert error_of("one\ntwo\n") == "the end of its log is\n    one\n    two"
-    assert "core initialization" in error_of(log.splitlines()[-1])  # nothing better is known
+CORE = "(EngineCore pid=7) ERROR 11-23 [core.py:1]"
+NOTHING_BETTER = "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above."
 
 
-def test_a_second_interrupt_does_not_leave_a_server_behind() -> None:
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        (f"{CORE} EngineCore failed to start.\n{CORE} Traceback (most recent call last):\n{CORE}     raise error\n"
+         f"{CORE} nwor_ops.vllm.errors.Unsupported: nwor: the layers are of an unknown class\n{NOTHING_BETTER}\n",
+         "Unsupported: nwor: the layers are of an unknown class"),
+        ("WARNING 11-23 22:17:13 [utils.py:33] This may cause `OSError: Too many open files`. Consider more.\n"
+         "Traceback (most recent call last):\npydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+         "  Value error, max_model_len is too large. [type=value_error, input_value=ArgsKwargs(), input_type=Args]\n"
+         "    For further information visit https://errors.pydantic.dev\n",
+         "ValidationError: Value error, max_model_len is too large."),
+        ("one\ntwo\n", "the end of its log is\n    one\n    two"),
+        (NOTHING_BETTER, f"the end of its log is\n    {NOTHING_BETTER}"),
+    ],
+)  # fmt: skip
+def test_cause_is_found_in_log(log: str, error: str) -> None:
+    assert error_of(log) == error
+
+
+def test_second_interrupt_leaves_no_server() -> None:
     """Ctrl-C while the servers are being stopped is ignored."""
     program = """
 import os, pathlib, signal, sys
@@ -415,15 +293,11 @@ except KeyboardInterrupt:
     assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["stopped all", "True"]), done.stderr
 
 
-def test_json_has_every_round() -> None:
-    found = json.loads(json.dumps(as_dict(load(STEADY))))
-    assert [len(runs) for runs in found["runs"].values()] == [6, 6]
-    assert found["ratio"]["rounds"] == pytest.approx(list(STEADY))
-    assert math.isclose(found["acceptance"]["vanilla"]["tokens_per_step"], 2.5)
+# ---------------------------------------------------------------- rounds and results
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_the_result_is_printed_if_it_cannot_be_written(
+def test_unwritable_result_is_printed(
     as_json: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = {
@@ -432,21 +306,18 @@ def test_the_result_is_printed_if_it_cannot_be_written(
     }  # fmt: skip
     (tmp_path / "result.json").mkdir()
     monkeypatch.setattr(bench, "_measure", lambda *_: (result, [load(STEADY)]))
-    assert bench.run_bench(BenchOptions("draft", ("MODEL",), tmp_path), as_json) == 0
+    assert bench.run_bench(BenchOptions("draft", ("MODEL",), tmp_path), Report("bench", as_json)) == 0
     printed = capsys.readouterr()
-    assert f"nwor-ops bench: --output: {tmp_path} could not be written: Is a directory" in printed.err
+    assert f"nwor-ops bench: --output: {tmp_path}/result.json could not be written: Is a directory" in printed.err
     assert json.loads(printed.out) == result if as_json else "1 x CPU, vLLM 0" in printed.out
     assert "picture:" not in printed.out
 
 
-# ---------------------------------------------------------------- rounds
-
-
 class Machine:
-    """Stands in for the client and for two servers: notes what is asked, and needs half a second for each request."""
+    """Stands in for the client and for two servers: notes the requests, and needs half a second for each of them."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, int, int, int]] = []
+        self.runs: list[tuple[str, int, int, int]] = []
         self.started: list[str] = []
 
     @contextlib.contextmanager
@@ -455,30 +326,30 @@ class Machine:
         yield {side: side for side in sides}
 
     def run(self, server: str, requests: int, prompts: int, seed: int) -> Run:
-        self.asked.append((server, requests, prompts, seed))
+        self.runs.append((server, requests, prompts, seed))
         return Run(prompts, 0.5 * prompts / requests, 100.0, 1.0, 1.0, 10, 4, 6)
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_the_sides_run_the_same_in_turn(restart: bool, tmp_path: pathlib.Path) -> None:
+def test_sides_run_the_same_in_turn(restart: bool, tmp_path: pathlib.Path) -> None:
     options = BenchOptions("draft", ("MODEL",), tmp_path, requests=(1, 4), rounds=2, seconds=5.1, restart=restart)
-    machine, console = Machine(), Console(file=io.StringIO())
-    plan = bench.Plan(options, machine)  # type: ignore[arg-type]
-    measure = bench._measure_restarted if restart else bench._measure_side_by_side
-    measure(options, console, Tasks(console, 2), machine, plan)  # type: ignore[arg-type]
-    measured = [asked for asked in machine.asked if asked[3] not in bench.WARM_UP_SEEDS]
+    machine: Any = Machine()
+    plan = bench.Plan(options, machine)
+    bench.measure_rounds(options, Report("bench"), machine, plan)
+    measured = [asked for asked in machine.runs if asked[3] not in bench.WARM_UP_SEEDS]
     # A request takes half a second, so 5.1 seconds are enough for 10, one after the other.
     first, second = [(requests, 10 * requests, 0) for requests in (1, 4)], [(1, 10, 1), (4, 40, 1)]
+    turned = SIDES[::-1]
     if restart:
-        assert measured == [(side, *run) for side in (VANILLA, OURS) for run in first] + [
-            (side, *run) for side in (OURS, VANILLA) for run in second
-        ]
-        assert machine.started == [VANILLA, OURS, OURS, VANILLA]
+        assert measured == [
+            *((side, *run) for side in SIDES for run in first), *((side, *run) for side in turned for run in second),
+        ]  # fmt: skip
+        assert machine.started == [*SIDES, *turned]
     else:
-        assert measured == [(side, *run) for run in first for side in (VANILLA, OURS)] + [
-            (side, *run) for run in second for side in (OURS, VANILLA)
-        ]
-        assert machine.started == [VANILLA, OURS]
-    warmed_up = {(server, requests) for server, requests, _, seed in machine.asked if seed in bench.WARM_UP_SEEDS}
-    assert warmed_up == set(itertools.product((VANILLA, OURS), (1, 4)))
+        assert measured == [
+            *((side, *run) for run in first for side in SIDES), *((side, *run) for run in second for side in turned),
+        ]  # fmt: skip
+        assert machine.started == [*SIDES]
+    warmed_up = {(server, requests) for server, requests, _, seed in machine.runs if seed in bench.WARM_UP_SEEDS}
+    assert warmed_up == set(itertools.product(SIDES, (1, 4)))
     assert {len(runs) for of_load in plan.runs.values() for runs in of_load.values()} == {2}

@@ -1,4 +1,4 @@
-"""A plugin of vLLM for the test of ``nwor-ops verify``: it plants a wrong byte in a cache, and logs what is private.
+"""A plugin of vLLM for the test of ``nwor-ops verify``: it plants a wrong byte in a cache.
 
 vLLM loads it in each of its processes if :func:`install` put its entry point on the path.
 """
@@ -10,7 +10,6 @@ import os
 import pathlib
 from typing import Any
 
-SECRET_VARIABLE = "PLANTED_TOKEN"
 WINDOW = 3  # the wrong byte is planted at the end of this window
 
 
@@ -23,23 +22,11 @@ def install(folder: pathlib.Path) -> None:
 
 
 def plant() -> None:
-    from vllm.logger import init_logger
-    from vllm.v1.engine.llm_engine import LLMEngine
-
     from nwor_ops import DraftCommitManager
 
-    logger = init_logger("vllm.planted_plugin")
-    logger.warning("the secret is %s, home is %s", os.environ.get(SECRET_VARIABLE), pathlib.Path.home() / "models")
-    add_request, commit = LLMEngine.add_request, DraftCommitManager.commit
-    if hasattr(add_request, "__wrapped__"):
+    commit, windows = DraftCommitManager.commit, 0
+    if hasattr(commit, "__wrapped__") or not os.environ.get("PLANTED_BYTE"):
         return
-    windows = 0
-
-    @functools.wraps(add_request)
-    def logging(self: Any, request_id: str, prompt: Any, *rest: Any, **named: Any) -> Any:
-        logger.info("request %s: %s", request_id, prompt)
-        logger.info("its ids: %s", " ".join(map(str, prompt["prompt_token_ids"])))
-        return add_request(self, request_id, prompt, *rest, **named)
 
     @functools.wraps(commit)
     def spoiling(self: Any, *arguments: Any) -> None:
@@ -50,6 +37,4 @@ def plant() -> None:
             storage = self.recovery.launches[0].planes.views[0].untyped_storage()
             storage[len(storage) - 1] = storage[len(storage) - 1] ^ 1
 
-    LLMEngine.add_request = logging
-    if os.environ.get("PLANTED_BYTE"):
-        DraftCommitManager.commit = spoiling  # type: ignore[method-assign]
+    DraftCommitManager.commit = spoiling  # type: ignore[method-assign]

