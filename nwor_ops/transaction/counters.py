@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -108,13 +107,11 @@ class EngineStats:
     """Totals of the vLLM engines of a process. ``/metrics`` has the same numbers.
 
     Attributes:
-        engines: engines with the transaction that are counted here.
+        engines: engines that are counted here.
         windows, drafted, accepted, rejected, cancelled, abandoned: as in :class:`Stats`. Between steps, ``drafted`` is
             the sum of ``accepted``, ``rejected`` and the drafts of abandoned windows.
         vanilla_steps: steps with drafts that ran without the transaction, by reason.
         errors: errors of this package after which an engine went on, by reason. Any value above 0 is a fault.
-        comparisons: comparisons of the accepted and proposed drafts with the scheduler's counts.
-        disagreements: comparisons that found a difference.
         draft_graph_replays: passes of a draft model that were one graph launch. A pass is its first pass or its decode
             loop.
         draft_eager_passes: passes that ran vLLM's own code in an engine with draft graphs. Dummy runs are not counted.
@@ -132,15 +129,13 @@ class EngineStats:
         0
     """
 
-    engines: int
-    windows: int
-    drafted: int
-    accepted: int
-    rejected: int
-    cancelled: int
-    abandoned: int
-    comparisons: int
-    disagreements: int
+    engines: int = 0
+    windows: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    cancelled: int = 0
+    abandoned: int = 0
     draft_graph_replays: int = 0
     draft_eager_passes: int = 0
     one_state_steps: int = 0
@@ -156,20 +151,13 @@ class EngineStats:
         return asdict(self)
 
 
-_BY_REASON = ("vanilla_steps", "draft_eager_reasons", "errors")
-_sources: list[Callable[[], EngineStats]] = []
+_source: Callable[[], EngineStats] = EngineStats
 
 
-def add_source(source: Callable[[], EngineStats]) -> None:
-    """Let :func:`stats` add the totals that ``source()`` returns. A second call with the same source does nothing."""
-    if source not in _sources:
-        _sources.append(source)
-
-
-def remove_source(source: Callable[[], EngineStats]) -> None:
-    """Undo :func:`add_source`. Does nothing if the source is unknown."""
-    if source in _sources:
-        _sources.remove(source)
+def set_source(source: Callable[[], EngineStats] | None) -> None:
+    """Let :func:`stats` return the totals of ``source()``, or zeros again if it is None."""
+    global _source
+    _source = source or EngineStats
 
 
 def stats() -> EngineStats:
@@ -178,12 +166,9 @@ def stats() -> EngineStats:
     An engine core in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) is read directly. Its numbers are exact, and
     the call synchronizes with the device.
 
-    An engine core in another process publishes its numbers twice a second. This call returns the last published
-    ones, also after that process has ended. They are complete one second after the last step. Comparisons and
-    disagreements are always published numbers.
-
-    Engines of another process tree or host are not counted. With ``emit_metrics`` off, engines in other processes are
-    not counted either.
+    An engine core in another process sends its numbers with the outputs of its steps. The numbers of a step on a GPU
+    arrive with the output of the next step. They stay after that process has ended. With ``emit_metrics`` off such
+    engines are not counted.
 
     Returns:
         The totals. They are zeros if no engine with the plugin was started.
@@ -192,12 +177,4 @@ def stats() -> EngineStats:
         >>> nwor_ops.stats().engines
         0
     """
-    counts: Counter[str] = Counter()
-    by_reason: dict[str, Counter[str]] = {name: Counter() for name in _BY_REASON}
-    for source in _sources:
-        found = source().as_dict()
-        for name, reasons in by_reason.items():
-            reasons.update(found.pop(name))
-        counts.update(found)
-    totals: dict[str, Any] = {entry.name: counts[entry.name] for entry in fields(EngineStats)}
-    return EngineStats(**totals | {name: dict(reasons) for name, reasons in by_reason.items()})
+    return _source()

@@ -10,9 +10,8 @@ installs an import hook instead, which patches these modules after their first i
 - The V2 runner's module, in addition: ``init_speculator`` (:mod:`nwor_ops.vllm.draft_graphs.plugin`).
 - The scheduler's module, for mode ``"stage"`` (:mod:`nwor_ops.vllm.transaction.shadow_blocks`) and the metrics.
 - The GPU worker, to copy counters to the host before the engine sleeps.
-- The V2 runner's warm-up, for mode ``"stage"``, the audit and the counters of the host.
-- vLLM's metrics loggers, for the metrics.
-- The engine core, which asks its workers for their features (:mod:`nwor_ops.vllm.feature_report`).
+- The V2 runner's warm-up, for mode ``"stage"``, the audit and the metrics.
+- The front end's output processor, for the metrics.
 
 With ``VLLM_NWOR=off`` the plugin patches only the key of the compile cache (:mod:`nwor_ops.vllm.environment`).
 """
@@ -33,13 +32,12 @@ from typing import Any
 import torch
 
 from nwor_ops.config import NworConfig, switched_off
-from nwor_ops.transaction.counters import EngineStats, add_source, remove_source
+from nwor_ops.transaction.counters import set_source
 from nwor_ops.vllm import feature_report, metrics
 from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import Patches, undo_all, version_problem, when_undone
-from nwor_ops.vllm.metrics import agreement
 from nwor_ops.vllm.recurrent import connectors as recurrent_connectors
 from nwor_ops.vllm.recurrent import plugin as one_state
 from nwor_ops.vllm.recurrent.supported import HOOKS as ONE_STATE_HOOKS
@@ -76,15 +74,12 @@ def register() -> None:
         >>> nwor_ops.vllm.register()  # vLLM calls it in every process
         >>> nwor_ops.vllm.register()  # nothing changes
     """
-    config = NworConfig.load()  # raises for an unknown variable or value now, not when a cache is bound
+    NworConfig.load()  # raises for an unknown variable or value now, not when a cache is bound
     announce_variables()
     if switched_off():
         return
-    add_source(_stats)
-    when_undone(functools.partial(remove_source, _stats))
-    if config.emit_metrics:
-        with Errors(_logger(), "without our metrics").survived("choosing a folder for counters failed"):
-            metrics.choose_directory()
+    set_source(metrics.totals)
+    when_undone(functools.partial(set_source, None))
     for name, patch in _module_patches().items():
         if name in sys.modules:
             patch(sys.modules[name])
@@ -113,8 +108,6 @@ def unload() -> None:
     """
     if one_state.one_states():
         raise RuntimeError("nwor: cannot unload: an engine of this process has one recurrent state per request")
-    for session in sessions():
-        metrics.stop(session)
     _unloaded.update(_sessions)
     _sessions.clear()
     undo_all()
@@ -127,8 +120,7 @@ def _module_patches() -> dict[str, Callable[[ModuleType], None]]:
         "vllm.v1.core.sched.scheduler": _patch_scheduler_module,
         "vllm.v1.worker.gpu.warmup": _patch_warmup_module,
         "vllm.v1.worker.gpu_worker": _patch_worker_module,
-        "vllm.v1.metrics.loggers": metrics.patch_loggers_module,
-        "vllm.v1.engine.core": feature_report.patch_core_module,
+        "vllm.v1.engine.output_processor": lambda module: metrics.patch_output_module(module, _logger()),
         **recurrent_connectors.PATCHES,
     }
 
@@ -164,7 +156,6 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
 
 def _patch_scheduler_module(module: ModuleType) -> None:
     shadow_blocks.patch_scheduler_module(module)
-    agreement.patch_scheduler_module(module)
     metrics.patch_scheduler_module(module)
 
 
@@ -187,11 +178,7 @@ def _patch_warmup_module(module: ModuleType) -> None:
     def uncounted(warm_up: Callable[..., Any]) -> Callable[..., Any]:
         def forgetting(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
             result = warm_up(model_runner, *args, **kwargs)
-            session, state = _sessions.get(model_runner), one_state.one_state_of(model_runner)
-            if session is not None:
-                session.host_seconds = 0.0
-            if state is not None:
-                state.forget_counts()
+            metrics.forget(model_runner)
             return result
 
         return forgetting
@@ -229,6 +216,8 @@ def _patch_runner_module(module: ModuleType) -> None:
         def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = initialize(self, *args, **kwargs)
             profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+            if not profiling:
+                _start_metrics(self)
             one_state.attach(self, _logger(), profiling)
             if not profiling:
                 _attach(self, module.__name__)
@@ -254,6 +243,7 @@ def _patch_runner_module(module: ModuleType) -> None:
         _patches.put_once(runner_class, "execute_model", one_state.following_forwards)
     _patches.put_once(runner_class, "load_model", preparing)
     _patches.put_once(runner_class, "initialize_kv_cache", attaching)
+    metrics.patch_runner_class(runner_class)
     _patches.put_once(runner_class, "profile_run", reserving)  # a missing method is reported by the check of the hooks
 
 
@@ -284,7 +274,6 @@ def _attach(runner: Any, module: str) -> None:
         return
     previous = _sessions.pop(runner, None)
     if previous is not None:
-        metrics.stop(previous)
         previous.patches.undo()
     try:
         attachment = RUNNERS[module](runner)
@@ -306,8 +295,8 @@ def _attach(runner: Any, module: str) -> None:
     _sessions[runner] = session
     if config.audit:
         one_state.audit(runner, session, attachment.recurrent_groups, logger)
-    if config.emit_metrics:
-        metrics.start(runner, session, logger)
+    if session.manager is not None:
+        metrics.publish(runner, session, Session.counts, lambda session: session.counters)
     audit = ", audited at every step" if config.audit else ""
     logger.info("nwor: active, mode %s%s: %s", config.mode, audit, session.describe())
 
@@ -324,29 +313,32 @@ def sessions() -> list[Session]:
     return list(_sessions.values())
 
 
-def active_in(worker: Any) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the fields of :class:`~nwor_ops.vllm.feature_report.Active` for a worker in this process."""
-    runner, found = worker.model_runner, feature_report.Active()
+def _start_metrics(runner: Any) -> None:
+    """Publish the counts of a runner whose cache was just bound, if its engine has a feature."""
+    config, alive = NworConfig.load(runner.vllm_config.additional_config), weakref.ref(runner)
+    if config.wants_feature:
+        metrics.start(runner, lambda: _feature_report(config, alive()), config.emit_metrics, _logger())
+        metrics.publish(runner, runner, draft_graphs.counts)
+
+
+def _feature_report(config: NworConfig, runner: Any) -> dict[str, Any]:
+    active, memory = dict[str, str](), dict[str, int]()
     session = _sessions.get(runner)
     if session is not None and session.manager is not None:
-        found.features[feature_report.TRANSACTION] = session.mode
+        active[feature_report.TRANSACTION] = session.mode
         if session.shadow_blocks is None:
-            found.memory[feature_report.UNDO_LOG] = session.manager.log_bytes
+            memory[feature_report.UNDO_LOG] = session.manager.log_bytes
         else:
-            found.memory[feature_report.SHADOW_PAGES] = session.shadow_blocks.num_bytes
+            memory[feature_report.SHADOW_PAGES] = session.shadow_blocks.num_bytes
     drafter = draft_graphs.graphed_drafter(runner)
     if drafter is not None:
-        found.features[feature_report.DRAFT_GRAPHS] = feature_report.ON
-        found.memory[feature_report.GRAPHS] = drafter.graphs.bytes
+        active[feature_report.DRAFT_GRAPHS] = feature_report.ON
+        memory[feature_report.GRAPHS] = drafter.graphs.bytes
     state = one_state.one_state_of(runner)
     if state is not None:
-        found.features[feature_report.RECURRENT] = state.form
-        found.memory[feature_report.RECORDS] = state.record_bytes
-    return found.features, found.memory
-
-
-def _stats() -> EngineStats:
-    return metrics.totals(sessions())
+        active[feature_report.RECURRENT] = state.form
+        memory[feature_report.RECORDS] = state.record_bytes
+    return feature_report.report(config, active, memory)
 
 
 def check_hooks() -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """StepListener: the events of a step, as methods to override.
 
-:class:`~nwor_ops.vllm.transaction.session.Session` notifies its listeners. The audits, the metrics and the KV
-connectors are listeners. This file is not in ``runners``, because the session needs it and the runners need the
-session.
+:class:`~nwor_ops.vllm.transaction.session.Session` notifies its listeners. The audits and the KV connectors
+are listeners. This file is not in ``runners``, because the session needs it and the runners need the session.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class StepListener:
     """Receive the events of each step. Every method does nothing. Override the methods that you need.
 
     The methods are in the order of a step. If the outcome of a step arrives in a later step, :meth:`deferred`,
-    :meth:`undone` and :meth:`settled` replace :meth:`commit` and :meth:`ended`.
+    :meth:`undone` and :meth:`settled` replace :meth:`commit`.
 
     Attributes:
         needs_begin: call :meth:`begin`. Its arguments may need a synchronization with the device.
@@ -71,12 +70,6 @@ class StepListener:
             undone: whether the rows of rejected drafts are restored.
         """
 
-    def ended(self) -> None:
-        """Every listener has received :meth:`commit`."""
-
-    def returned(self, output: Any) -> None:
-        """The runner is about to return ``output`` for a step that sampled."""
-
     def drop(self) -> None:
         """A step that may have begun will receive no further events."""
 
@@ -89,7 +82,3 @@ class StepListener:
 
     def settled(self, deferred: Deferred, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """The outcome of a deferred window is known. The other arguments are those of :meth:`commit`."""
-
-    def sleeping(self) -> None:
-        """The engine goes to sleep: vLLM is about to release the memory of its device. No other thread of the listener
-        may read that memory after this call, until the next step."""

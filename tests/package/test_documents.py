@@ -17,7 +17,7 @@ import nwor_ops
 from nwor_ops.config import ENVIRONMENT_PREFIX, NworConfig
 from nwor_ops.ops import registry
 from nwor_ops.vllm.errors import CannotContinue
-from nwor_ops.vllm.metrics import transport
+from nwor_ops.vllm.metrics.names import INFO, MEMORY, METRICS
 from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -143,10 +143,9 @@ def test_the_settings_are_those_of_the_code() -> None:
 def test_the_metrics_are_those_of_the_code() -> None:
     text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     named = re.findall(r"^\| `(\w+)_total(?:\{reason\})?` \|", text, re.MULTILINE)
-    counters = (*transport.METRICS.values(), *transport.BY_REASON)
-    assert sorted(named) == sorted(name for name, _ in counters)
+    assert sorted(named) == sorted(name for name, _ in METRICS.values())
     gauges = re.findall(r"^\| `(\w+)(?:\{[\w, ]+\})` \| (?:1;|bytes)", text, re.MULTILINE)
-    assert gauges == [transport.INFO[0], transport.MEMORY[0]]
+    assert gauges == [INFO[0], MEMORY[0]]
 
 
 def test_every_line_of_the_log_has_an_entry() -> None:

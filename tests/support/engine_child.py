@@ -46,7 +46,6 @@ from engine_ranks import counters, second_node, serve_ranks
 from prefill_engine import PrefillEngine, transfer_of
 
 from nwor_ops.testing.ports import free_port
-from nwor_ops.vllm.metrics.transport import PERIOD
 
 MOST_STEPS = 4000
 MOST_RESETS = 200
@@ -117,7 +116,6 @@ def _run_alone(
     for number in range(job["rounds"]):
         if number and job["sleep"]:
             llm.sleep(level=1)
-            time.sleep(3 * PERIOD)  # the thread of the metrics must not read memory that vLLM has released
             llm.wake_up()
         if number and job["drop_prefix_cache"]:
             drop_prefix_cache(llm)
@@ -144,12 +142,11 @@ def _run_alone(
         for metric in llm.get_metrics()
         if hasattr(metric, "value") or hasattr(metric, "values")  # no histograms
     }
-    if job["engine"].get("pipeline_parallel_size", 1) > 1:
-        for number in range(2 * job["engine"]["pipeline_parallel_size"]):  # steps in which the last windows are settled
+    pipeline_ranks = job["engine"].get("pipeline_parallel_size", 1)
+    if pipeline_ranks * job["engine"].get("tensor_parallel_size", 1) > 1:
+        # In these steps the last windows of pipeline ranks are settled, and the last counts arrive.
+        for number in range(2 * pipeline_ranks):
             serve_short_one(llm, f"last-{number}")
-            time.sleep(0.5)  # and in which totals from another host arrive
-    if job["engine"].get("nnodes", 1) > 1:
-        time.sleep(1.5)  # counters lag by about a second at most
     result["counters"] = counters()
     result["workers"] = llm.collective_rpc(describe_worker)
     if len(result["workers"]) > 1:  # separate processes, between two steps

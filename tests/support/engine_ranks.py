@@ -35,11 +35,9 @@ def second_node(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     devices = [",".join(str(rank * half + place) for place in range(half)) for rank in range(NODES)]
     os.environ |= {"VLLM_HOST_IP": "127.0.0.1", "CUDA_VISIBLE_DEVICES": devices[0]}
     script = pathlib.Path(__file__).with_name("headless_node.py")
-    # Its counters go to a separate folder, as on another host.
-    environment = {name: value for name, value in os.environ.items() if name != "NWOR_METRICS_DIR"}
     with subprocess.Popen(
         [sys.executable, str(script), json.dumps(nodes[1])],
-        env=environment | {"CUDA_VISIBLE_DEVICES": devices[1]},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": devices[1]},
     ) as node:
         try:
             yield nodes[0]
@@ -51,7 +49,7 @@ def serve_ranks(
     job: dict[str, Any], requests: list[Any], sampling: Callable[[int], Any], describe: Callable[[Any], Any]
 ) -> dict[str, Any]:
     """Return the answers of a data-parallel engine, the descriptions of its workers, and its counters."""
-    from vllm import AsyncEngineArgs
+    from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     async def all_of_it() -> dict[str, Any]:
@@ -74,9 +72,13 @@ def serve_ranks(
         together = await asyncio.gather(*(answer("together", index) for index in range(len(requests))))
         result["rounds"] = [alone, together]
         result["run_seconds"] = round(time.monotonic() - started, 1)
+        for rank in range(ranks):  # the outputs of these requests bring the last counts
+            short = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+            prompt: Any = {"prompt_token_ids": [3, 4, 5]}
+            async for _ in engine.generate(prompt, short, f"last-{rank}", data_parallel_rank=rank):
+                pass
         of_engines = await engine.engine_core.call_utility_all_async("collective_rpc", describe, None, (), None)
         result["workers"] = [worker for workers in of_engines for worker in workers]
-        await asyncio.sleep(2)  # counters lag by about a second at most
         result["counters"] = counters()
         return result
 

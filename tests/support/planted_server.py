@@ -23,12 +23,12 @@ INTERRUPTED = "interrupted"
 FOUND = "found.json"
 
 
-def install(folder: pathlib.Path) -> None:
-    """Write the entry point to a folder that is on the path."""
-    info = folder / "planted_server-0.dist-info"
+def install(folder: pathlib.Path, module: str = "planted_server") -> None:
+    """Write the entry point of a module's ``plant`` to a folder that is on the path."""
+    info = folder / f"{module}-0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted_server\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nplanted_server = planted_server:plant\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{module} = {module}:plant\n")
 
 
 def found(folder: pathlib.Path) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def plant() -> None:
 
     import nwor_ops.vllm
     from nwor_ops import DraftCommitManager
-    from nwor_ops.vllm.metrics.worker import SessionPublisher
+    from nwor_ops.vllm.metrics.publisher import Publisher
 
     if hasattr(DraftCommitManager.begin, "__wrapped__"):
         return
@@ -60,7 +60,7 @@ def plant() -> None:
             Fault(DraftCommitManager, "write", 23, "write failed", only=only(ERRORS)),
             Fault(DraftCommitManager, "log", 23, "write failed", only=only(ERRORS)),  # with AMX
             Fault(DraftCommitManager, "commit", 6, "commit failed", only=only(ERRORS)),
-            Fault(SessionPublisher, "latest", 1, "publishing counters failed", only=only(ERRORS)),
+            Fault(Publisher, "_message", 1, "sending counters failed", only=only(ERRORS)),
             Fault(CPUAttentionBackendImpl, "forward", 1, "", after=True, only=in_window),
             Fault(DraftCommitManager, "cancel", 1, "cancel failed", only=only(INTERRUPTED)),
         ]

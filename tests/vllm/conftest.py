@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import processor
 import pytest
@@ -17,8 +16,6 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed (make setup in
 from engines import ENVIRONMENT, Engines
 from processes import environment
 
-from nwor_ops.vllm.metrics import transport
-
 
 @pytest.fixture(scope="session")
 def engines() -> Engines:
@@ -27,14 +24,6 @@ def engines() -> Engines:
         del os.environ[name]
     os.environ.update(environment() | ENVIRONMENT)  # the fork server finds modules only there
     return Engines()
-
-
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return a folder for counters; no thread reads anything."""
-    monkeypatch.setenv(transport.DIRECTORY_VARIABLE, str(tmp_path / "private"))
-    monkeypatch.setattr(transport, "PERIOD", 3600)
-    return tmp_path / "private"
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

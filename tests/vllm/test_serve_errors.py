@@ -45,7 +45,6 @@ def test_a_server_goes_on_after_errors_of_ours(engines: Engines, tmp_path: Path,
         errors.unlink()
         assert [while_they_last, answers(server, asked)] == 2 * [vanilla.result()["tokens"]]
         check_counts(server, tmp_path, mode)
-        check_a_scrape_that_fails(server)
         server.get("/health")
         interrupted.touch()
         with pytest.raises(OSError, match=r"HTTP Error 50[03]|Connection reset|closed connection"):
@@ -59,7 +58,7 @@ def check_counts(server: Server, folder: Path, mode: str) -> None:
     found = planted_server.found(folder)
     planted = found["planted"]
     assert found["alive"] == 0
-    assert set(planted) == {"begin failed", "commit failed", "publishing counters failed"} | (
+    assert set(planted) == {"begin failed", "commit failed", "sending counters failed"} | (
         {"write failed"} if mode == "cow" else set()
     )
     samples = server.scrape()
@@ -70,27 +69,10 @@ def check_counts(server: Server, folder: Path, mode: str) -> None:
     assert {dict(labels)["reason"]: value for labels, value in steps.items()} == of_steps
     assert totals["nwor_abandoned_windows_total"] == sum(of_steps.values()) - of_steps["begin failed"]
     assert totals["nwor_windows_total"] > sum(of_steps.values())
-    assert totals["nwor_disagreements_total"] == 0
     for reason in of_steps:
         what = reason.removesuffix(" failed")
         methods = ("write", "log") if what == "write" else (what,)  # log: vLLM's writer is used, as with AMX
         assert sum(server.log.count(SAID.format(what, method)) for method in methods) == 1, reason
-
-
-def check_a_scrape_that_fails(server: Server) -> None:
-    """A file of counters is invalid: the scrape has vLLM's metrics, and the next one has ours again."""
-    before = server.metrics()
-    [folder] = Path(server.folder).glob("nwor-metrics-*")
-    invalid = folder / "counter_invalid.db"
-    invalid.write_bytes(b"not a file of counters")
-    for _ in range(2):
-        found = server.metrics()
-        assert found["vllm:spec_decode_num_draft_tokens_total"] > 0
-        assert not [name for name in found if name.startswith("nwor_")]
-    server.get("/health")
-    invalid.unlink()
-    assert server.metrics()["nwor_windows_total"] == before["nwor_windows_total"] > 0
-    assert server.log.count("nwor: reading counters failed: ") == 1
 
 
 def check_it_ends(server: Server) -> None:

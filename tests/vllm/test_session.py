@@ -38,9 +38,6 @@ class Hearing(StepListener):
     def commit(self, *_: Any) -> None:
         self.heard.append("commit")
 
-    def ended(self) -> None:
-        self.heard.append("ended")
-
 
 class Loaded(StepListener):
     """Note whether a window is open when a load is over."""
@@ -92,13 +89,6 @@ class Failing(StepListener):
 
     def commit(self, *_: Any) -> None:
         fails()
-
-
-class Sleeping(StepListener):
-    slept = 0
-
-    def sleeping(self) -> None:
-        self.slept += 1
 
 
 class Listened:
@@ -255,7 +245,7 @@ def test_request_states_that_were_not_copied_are_copied_in_the_next_step(monkeyp
 def test_a_step_that_is_cancelled_is_told_of_to_its_end() -> None:
     step = Listened()
     step.session.close_interrupted()
-    assert step.heard == ["commit", "ended"]
+    assert step.heard == ["commit"]
     assert not step.drafts.any()
 
 
@@ -267,7 +257,7 @@ def test_a_step_without_a_window_undoes_one_that_was_left_open() -> None:
     assert step.session.manager.state is State.CLOSED
     assert not step.session.in_window
     assert not step.drafts.any()
-    assert step.heard == ["commit", "ended"]
+    assert step.heard == ["commit"]
     assert step.session.vanilla_steps["cancelled"] == 1
 
 
@@ -275,10 +265,10 @@ def test_every_listener_is_notified_until_it_is_unsubscribed() -> None:
     step, other = Listened(), Hearing()
     step.session.subscribe(other)
     step.session.skip()
-    assert step.heard == other.heard == ["commit", "ended"]
+    assert step.heard == other.heard == ["commit"]
     step.session.unsubscribe(other)
     step.session.close_interrupted()
-    assert (step.heard, other.heard) == (["commit", "ended", "drop"], ["commit", "ended"])
+    assert (step.heard, other.heard) == (["commit", "drop"], ["commit"])
 
 
 def test_a_listener_gets_the_inputs_of_a_step_and_the_rows_of_a_write() -> None:
@@ -337,7 +327,7 @@ def test_a_commit_that_fails_keeps_the_drafts(on_error: str) -> None:
     else:
         step.session.commit(lambda manager: fails(), lambda: [1])
         assert step.session.vanilla_steps["commit failed"] == 1
-        assert step.heard == ["commit", "ended"]
+        assert step.heard == ["commit"]
     assert step.drafts.all()
     assert step.session.stats().abandoned == 1
 
@@ -433,13 +423,3 @@ def test_counters_of_a_sleeping_engine_are_those_of_before() -> None:
     counters.zero_()
     session.begin(Step(step.window, lambda: ([0, 3], [2])))
     assert session.counters is counters
-
-
-def test_listeners_hear_that_the_engine_goes_to_sleep_if_the_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = Listened().session
-    listener = Sleeping()
-    session.subscribe(listener)
-    monkeypatch.setattr(session.manager.buffers, "counters", None)
-    with pytest.raises(AttributeError):
-        session.go_to_sleep()
-    assert listener.slept == 1

@@ -63,8 +63,6 @@ def result(**changes: Any) -> dict[str, Any]:
             "nwor_draft_tokens_total": 1000.0,
             "nwor_committed_tokens_total": 102.0,
             "nwor_rejected_tokens_total": 898.0,
-            "nwor_disagreements_total": 0.0,
-            "nwor_comparisons_total": 30.0,
         },
     }
     for part in (found["totals"], found["requests"]):
@@ -92,9 +90,7 @@ def rising(name: str, by: float) -> list[dict[str, float]]:
         ({"vllm:num_preemptions_total": 0.0}, "vllm:num_preemptions is 0"),
         ({"vllm:num_requests_running": 1.0}, "1 requests are still there"),
         ({"vllm:kv_cache_usage_perc": 0.25}, "25.0% of the cache is in use"),
-        ({"nwor_comparisons_total": 0.0}, "nwor_comparisons is 0"),
         ({"nwor_errors_total": 1.0}, "1 errors"),
-        ({"nwor_disagreements_total": 4.0}, "4 disagreements with the scheduler"),
         ({"nwor_abandoned_windows_total": 1.0}, "1 abandoned windows"),
         ({"nwor_one_state_skipped_requests_total": 1.0}, "1 requests with invalid counts"),
         ({"nwor_committed_tokens_total": 101.0}, "1000 drafts, but 101 committed and 898 rejected"),

@@ -13,9 +13,9 @@ from vllm.distributed.parallel_state import graph_capture
 
 from nwor_ops.config import NworConfig
 from nwor_ops.drafter import DraftLoop, GraphKey, keys_of_token_counts
-from nwor_ops.vllm import metrics
 from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
 from nwor_ops.vllm.errors import Errors
+from nwor_ops.vllm.metrics.names import by_reason
 from nwor_ops.vllm.support.refusals import CAPTURE_SIZES, Unsupported
 
 Refuse = Callable[[Unsupported], None]
@@ -139,7 +139,6 @@ class GraphedDrafter(abc.ABC):
             self._refuse(CAPTURE_SIZES.because(sizes=sizes, tokens=num_drafts + 1))
             return 0
         self.graphs.capture_for(keys)
-        metrics.start_counting(self, "drafter", vllm_config, self._logger)
         self._log_active()
         taken: int = self.graphs.bytes
         return taken
@@ -173,15 +172,12 @@ class GraphedDrafter(abc.ABC):
             eager=dict(self._eager),
         )
 
-    def counted(self) -> dict[str, float]:
-        """Return the counts for ``/metrics``. Called by the publisher's thread, as :meth:`eager_passes`."""
-        graphs = self.graphs
-        replays = [] if graphs is None else list(graphs.loop.counts.items())
+    def counts(self) -> dict[str, float]:
+        """Return the counts for the metrics. Passes that no request caused are left out."""
+        passes = Counter() if self.graphs is None else self.graphs.loop.counts
         return {
-            "draft_graph_replays": sum(count for (_, mode), count in replays if mode == "loop"),
-            "draft_host_seconds": 0.0 if graphs is None else graphs.loop.host_seconds,
+            "draft_graph_replays": sum(count for (_, mode), count in passes.items() if mode == "loop"),
+            "draft_host_seconds": 0.0 if self.graphs is None else self.graphs.loop.host_seconds,
+            **by_reason("draft_eager_reasons", {why: n for why, n in self._eager.items() if why not in NO_REQUESTS}),
+            **by_reason("errors", self.errors.counts),
         }
-
-    def eager_passes(self) -> dict[str, int]:
-        """Return the passes that requests caused and vLLM's code ran, by reason, for ``/metrics``."""
-        return {why: count for why, count in list(self._eager.items()) if why not in NO_REQUESTS}

@@ -142,11 +142,17 @@ def draft_graph_reports() -> list[DraftGraphReport]:
 
 def graphed_drafter(runner: Any) -> Any:
     """Return the drafter of a runner if it has captured graphs, otherwise None."""
-    of_runner = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)  # V2, V1
-    for found in _speculators if of_runner is not None else ():
-        if found.graphs is not None and of_runner in (found, getattr(found, "drafter", None)):
-            return found
+    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)  # V2, V1
+    for graphed in (*_speculators, *_proposers) if drafter is not None else ():
+        if graphed.graphs is not None and drafter in (graphed, getattr(graphed, "drafter", None)):
+            return graphed
     return None
+
+
+def counts(runner: Any) -> dict[str, float]:
+    """Return the counts of a runner's drafter for the metrics; empty if it has no graphs."""
+    drafter = graphed_drafter(runner)
+    return {} if drafter is None else drafter.counts()
 
 
 # ---------------------------------------------------------------- refusals

@@ -1,16 +1,18 @@
-"""Metrics: carry the counters to ``/metrics`` and ``nwor_ops.stats()``."""
+"""Metrics: carry the counters from the worker to ``/metrics`` and ``nwor_ops.stats()``.
 
-from nwor_ops.vllm.metrics.exporter import patch_loggers_module, totals
-from nwor_ops.vllm.metrics.relay import patch_scheduler_module
-from nwor_ops.vllm.metrics.transport import choose_directory
-from nwor_ops.vllm.metrics.worker import start, start_counting, stop
+``publisher`` is the worker's part, ``relay`` that of the engine core and of the front end, ``names`` has all metrics.
+"""
+
+from nwor_ops.vllm.metrics.publisher import forget, patch_runner_class, publish, publish_counters, start
+from nwor_ops.vllm.metrics.relay import patch_output_module, patch_scheduler_module, totals
 
 __all__ = [
-    "choose_directory",
-    "patch_loggers_module",
+    "forget",
+    "patch_output_module",
+    "patch_runner_class",
     "patch_scheduler_module",
+    "publish",
+    "publish_counters",
     "start",
-    "start_counting",
-    "stop",
     "totals",
 ]

@@ -1,77 +1,41 @@
-"""Send the totals of a worker to an engine core that does not share a folder with it.
+"""Pass the messages of a :class:`~nwor_ops.vllm.metrics.publisher.Publisher` on to ``/metrics`` and to
+``nwor_ops.stats()``.
 
-This is the case on another host, and for workers started by Ray. vLLM carries the output of a step from the worker that
-samples to the scheduler. The totals are an attribute of this ``ModelRunnerOutput``, at most twice a second. The engine
-core writes the file. The counts of a step arrive with a later step.
+A message is the text of a JSON object: ``publisher``, ``labels``, the increments ``counts``, and once ``features`` and
+``memory``. The scheduler finds it on the output of a step. vLLM's engine core sends ``SchedulerStats`` to a process of
+the front end in most steps. The text travels there as a key of ``waiting_lora_adapters``. vLLM fills this field only in
+the front end, so the key reaches no metric of vLLM, not even if the front end does not have this plugin.
+
+Each message arrives in one process. Its increments are added to counters of ``prometheus_client`` there. With several
+API servers vLLM adds up the counters of all of them, as its own.
 """
 
 from __future__ import annotations
 
-import time
-import weakref
+import functools
+import json
 from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from nwor_ops.config import NworConfig
+from nwor_ops.transaction.counters import EngineStats
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import Patches
-from nwor_ops.vllm.metrics import transport
-from nwor_ops.vllm.metrics.transport import CounterFile, Totals
-from nwor_ops.vllm.step_listener import StepListener
+from nwor_ops.vllm.metrics.names import BY_REASON, INFO, MEMORY, METRICS
+from nwor_ops.vllm.metrics.publisher import MESSAGE, publishers, sum_of
 
-TOTALS = "_nwor_totals"
+_KEY = "nwor:"
+_LABELS = ("model_name", "engine")  # as vLLM's own metrics
 _patches = Patches("relay of counters")
+_received: dict[str, Counter[str]] = {}  # by name of the publisher
+
+# ---------------------------------------------------------------- engine core
 
 
-def is_remote(vllm_config: Any) -> bool:
-    """Return whether the workers of an engine may run without access to the engine core's folder."""
-    parallel = vllm_config.parallel_config
-    return bool(parallel.nnodes_within_dp > 1 or parallel.use_ray)
-
-
-class Sender(StepListener):
-    """Attach the totals to the output of a step, in the worker.
-
-    Args:
-        arrived: returns the totals of the session that are known without asking the device.
-        session: the session whose totals are sent.
-        errors: counts the steps in which that failed.
-    """
-
-    def __init__(self, arrived: Callable[[Any], Totals], session: Any, errors: Errors) -> None:
-        self._arrived, self._errors, self._next = arrived, errors, time.monotonic()
-        # A strong reference would make the session keep itself and its undo log alive.
-        self._session = weakref.ref(session)
-        session.subscribe(self)
-
-    def returned(self, output: Any) -> None:
-        """Attach the totals to ``output``.
-
-        With async scheduling, the ``ModelRunnerOutput`` is an attribute of ``output``. An output without requests is
-        left unchanged, since it may be a shared constant of vLLM.
-        """
-        try:
-            self._attach(output)
-        except Exception as error:
-            self._errors.go_on("sending counters failed", error)
-
-    def _attach(self, output: Any) -> None:
-        for name in ("model_runner_output", "_model_runner_output"):
-            output = getattr(output, name, output)
-        now = time.monotonic()
-        if now < self._next or not getattr(output, "req_ids", None):
-            return
-        session = self._session()
-        if session is None:
-            return
-        self._next = now + transport.PERIOD
-        setattr(output, TOTALS, tuple(map(dict, self._arrived(session).parts)))
-
-
-class Receiver:
-    """Write the totals that arrive to a file, in the engine core, unless the worker writes its own file here.
+class Relay:
+    """Pass messages from the outputs of an engine's steps on to the front end.
 
     Args:
         scheduler: vLLM's scheduler. One method of this instance is patched.
@@ -79,36 +43,110 @@ class Receiver:
     """
 
     def __init__(self, scheduler: Any, logger: Any) -> None:
-        self._file = CounterFile("worker", scheduler.vllm_config)
-        self._errors = Errors(logger, "without publishing counters")
+        self._logger, self._errors = logger, Errors(logger, "without publishing counters")
+        self._waits = True  # for the first message
         _patches.put_methods(scheduler, self, ["update_from_output"])
 
     def update_from_output(self, update: Callable[..., Any], scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Write the totals of a step's output, if it has any."""
-        totals = getattr(model_runner_output, TOTALS, None)
-        if totals is not None:
-            with self._errors.survived("publishing counters failed"):
-                self._write(Totals(*map(Counter, totals)))
-        return update(scheduler_output, model_runner_output)
+        """Run vLLM's update of a step, and pass on the message of its output."""
+        outputs = update(scheduler_output, model_runner_output)
+        message = getattr(model_runner_output, MESSAGE, None)
+        if message is not None:
+            with self._errors.survived("passing on counters failed"):
+                _put(outputs, message)
+        elif self._waits and model_runner_output.req_ids:
+            self._logger.warning("nwor: no feature is active: nwor_ops is not loaded in the worker that samples. "
+                                 "Is the package installed on its node?")  # fmt: skip
+        self._waits = self._waits and not model_runner_output.req_ids
+        return outputs
 
-    def _write(self, totals: Totals) -> None:
-        if not any(path != self._file.path for path in self._file.of_workers()):
-            self._file.write(totals)
+
+def _put(outputs: dict[int, Any], message: str) -> None:
+    """Put a message on the statistics of a step, or on new ones if vLLM makes none."""
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    if not outputs:
+        outputs[0] = EngineCoreOutputs()
+    chosen = next((one for one in outputs.values() if one.scheduler_stats is not None), next(iter(outputs.values())))
+    if chosen.scheduler_stats is None:
+        chosen.scheduler_stats = SchedulerStats()
+    chosen.scheduler_stats.waiting_lora_adapters[_KEY + message] = 0
 
 
 def patch_scheduler_module(module: ModuleType) -> None:
-    """Patch vLLM's scheduler so that each new one receives totals, if its engine has remote workers and publishes
-    metrics."""
+    """Patch vLLM's scheduler so that each new one passes messages on, if its engine publishes metrics."""
 
     def decorator(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             config = NworConfig.load(self.vllm_config.additional_config)
-            wanted = config.mode != "off" and config.emit_metrics and self.vllm_config.speculative_config is not None
-            if wanted and transport.directory() and is_remote(self.vllm_config):
-                with Errors(module.logger, "without counters of other hosts").survived("receiving counters failed"):
-                    Receiver(self, module.logger)
+            if config.wants_feature and config.emit_metrics:
+                with Errors(module.logger, "without our metrics").survived("receiving counters failed"):
+                    Relay(self, module.logger)
 
         return __init__
 
     _patches.put_once(getattr(module, "Scheduler", None), "__init__", decorator)
+
+
+# ---------------------------------------------------------------- front end
+
+
+def patch_output_module(module: ModuleType, logger: Any) -> None:
+    """Patch the class that gets the engine core's outputs in the front end, so that it takes our messages out."""
+    errors = Errors(logger, "without our metrics")
+
+    def decorator(original: Callable[..., None]) -> Callable[..., None]:
+        def update_scheduler_stats(self: Any, scheduler_stats: Any) -> None:
+            adapters = scheduler_stats.waiting_lora_adapters if scheduler_stats is not None else {}
+            for key in [key for key in adapters if key.startswith(_KEY)]:
+                del adapters[key]
+                with errors.survived("receiving counters failed"):
+                    receive(key.removeprefix(_KEY))
+            original(self, scheduler_stats)
+
+        return update_scheduler_stats
+
+    _patches.put_once(getattr(module, "OutputProcessor", None), "update_scheduler_stats", decorator)
+
+
+def receive(message: str) -> None:
+    """Add a message to the totals of this process, and to its ``/metrics``."""
+    content = json.loads(message)
+    _received.setdefault(content["publisher"], Counter()).update(content["counts"])
+    for name, count in content["counts"].items():
+        metric, _, reason = name.partition(":")
+        _counter(metric).labels(*content["labels"], *([reason] if reason else [])).inc(count)
+    if "features" in content:
+        _gauge(INFO, tuple(content["features"])).labels(*content["labels"], *content["features"].values()).set(1)
+        for part, size in content["memory"].items():
+            _gauge(MEMORY, ("part",)).labels(*content["labels"], part).set(size)
+
+
+@functools.cache
+def _counter(name: str) -> Any:
+    import prometheus_client
+
+    return prometheus_client.Counter(*METRICS[name], (*_LABELS, *(["reason"] if name in BY_REASON else [])))
+
+
+@functools.cache
+def _gauge(metric: tuple[str, str], labels: tuple[str, ...]) -> Any:
+    import prometheus_client
+
+    return prometheus_client.Gauge(*metric, (*_LABELS, *labels), multiprocess_mode="mostrecent")
+
+
+def totals() -> EngineStats:
+    """Return the totals for :func:`nwor_ops.stats`: exact ones of this process's engines, received ones of others."""
+    here = {publisher.name: publisher.totals() for publisher in list(publishers.values())}
+    engines = _received | here
+    counts: dict[str, Any] = {name: {} if name in BY_REASON else 0 for name in METRICS}
+    for key, count in sum_of(engines.values()).items():
+        name, _, reason = key.partition(":")
+        if reason:
+            counts[name][reason] = count
+        else:
+            counts[name] = count
+    return EngineStats(len(engines), **counts, draft_eager_passes=sum(counts["draft_eager_reasons"].values()))

@@ -48,7 +48,7 @@ def one_states() -> list[OneState]:
     Example:
         Here no engine runs.
 
-        >>> [state.counted() for state in nwor_ops.vllm.one_states()]
+        >>> [state.form for state in nwor_ops.vllm.one_states()]
         []
     """
     return list(_engines.values())
@@ -99,7 +99,7 @@ class OneState:
         self.patches = patches or Patches(ONE_STATE)
         self._builders, self._skipped, self._aligned, self._owners = builders, skipped, aligned, owners
         self.audit: StateAudit | None = None
-        self._slept: tuple[int, int] | None = None  # steps and skipped requests when the engine went to sleep
+        self._slept: tuple[int, Tensor] | None = None  # steps and skipped requests when the engine went to sleep
         cache, drafts = runner.kv_cache_config, geometry.rows - 1
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         pages = [-(-spec.max_memory_usage_bytes(runner.vllm_config) // spec.page_size_bytes) for spec in specs]
@@ -128,31 +128,28 @@ class OneState:
         """Bytes of the records in all pages of the cache."""
         return self._cache_bytes * self._record_bytes // self._page_bytes
 
-    def counted(self) -> dict[str, float]:
-        """Return the exact counters for the metrics. This synchronizes. Every group plans every step."""
-        if self._slept is not None and self._slept[0] == self._builders[0].steps:
-            return self._counts(self._slept[1])
-        return self._counts(self._skipped.now())
+    def counts(self, skipped: int) -> dict[str, float]:
+        """Return the totals for the metrics. Every group plans every step.
 
-    def go_to_sleep(self) -> None:
-        """Keep the exact count on the host, because vLLM is about to release its memory (``Worker.sleep``)."""
-        self._slept = self._builders[0].steps, self._skipped.now()
-
-    def counted_lately(self) -> dict[str, float]:
-        """Return the counters of the last copy to the host, without synchronizing."""
-        return self._counts(self._skipped.latest())
-
-    def _counts(self, skipped: int) -> dict[str, float]:
+        Args:
+            skipped: the value of :attr:`counter`.
+        """
         return {
             "one_state_steps": self._builders[0].steps,
             "one_state_host_seconds": sum(builder.host_seconds for builder in self._builders),
             "one_state_skipped_requests": skipped,
         }
 
-    def forget_counts(self) -> None:
-        """Count the steps and the time of the host from zero, because vLLM's warm-up has ended."""
-        for builder in self._builders:
-            builder.steps, builder.host_seconds = 0, 0.0
+    @property
+    def counter(self) -> Tensor:
+        """int64 ``[1]``: number of skipped requests. After :meth:`go_to_sleep` and until the next step, on the host."""
+        if self._slept is not None and self._slept[0] == self._builders[0].steps:
+            return self._slept[1]
+        return self._skipped.counter
+
+    def go_to_sleep(self) -> None:
+        """Copy the counter to the host, because vLLM is about to release its memory (``Worker.sleep``)."""
+        self._slept = self._builders[0].steps, self._skipped.counter.to("cpu", copy=True)
 
     def start_audit(self) -> StateAudit:
         """Start to compare every state. The caller calls ``forwarded`` of the returned audit after each forward."""
@@ -324,7 +321,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
         owners.attach(patches)
     folds_tails = connected or vllm_config.cache_config.prefix_match_unit is not None
     _engines[runner] = OneState(runner, builders, geometry, cursors.skipped, aligned, owners, folds_tails, patches)
-    metrics.start_counting(_engines[runner], "states", vllm_config, logger)
+    metrics.publish(runner, _engines[runner], OneState.counts, lambda state: state.counter)
     logger.info("nwor: one state per request: active: %s", _engines[runner].describe())
 
 

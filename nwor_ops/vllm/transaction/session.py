@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
@@ -30,6 +31,7 @@ from nwor_ops.transaction.window import Window
 from nwor_ops.vllm.audit.undo import CacheAudit
 from nwor_ops.vllm.errors import CannotContinue, Errors
 from nwor_ops.vllm.hooks import Patches, check_library
+from nwor_ops.vllm.metrics.names import by_reason
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.support.features import TRANSACTION
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
@@ -52,6 +54,7 @@ class Step(NamedTuple):
     new_states: Sequence[int] = ()
 
 
+_TOO_MANY, _CANCELLED = "more drafts than log rows", "cancelled"  # reasons of vanilla steps
 _EVENTS = tuple(name for name, member in vars(StepListener).items() if callable(member))
 
 
@@ -178,7 +181,7 @@ class Session:
                 # Not an error, with any setting: the step is a vanilla step.
                 self.skip()
                 self._count(
-                    "more drafts than log rows",
+                    _TOO_MANY,
                     f"{drafts} drafts, {manager.max_draft_tokens} rows; this step runs without the transaction",
                 )
                 return
@@ -281,11 +284,6 @@ class Session:
         finally:
             self.host_seconds += time.perf_counter() - started
 
-    def returned(self, output: Any) -> None:
-        """Notify the listeners that the runner is about to return the output of a step that sampled."""
-        for listener in self._hearing["returned"]:
-            listener.returned(output)
-
     # ------------------------------------------------------------ deferred windows
 
     def observe(self, step: Step) -> None:
@@ -358,7 +356,7 @@ class Session:
         except Exception as error:
             self._forget(deferred, "cancel", error)
             return
-        self._count("cancelled", "a step ended without sampling; its drafts were undone")
+        self._count(_CANCELLED, "a step ended without sampling; its drafts were undone")
         self._tell_settled(deferred, None, True)
 
     @property
@@ -400,7 +398,7 @@ class Session:
             self.go_on_without("cancel", error)
             return False
         self.skip()
-        self._count("cancelled", "a step ended without sampling; its drafts were undone")
+        self._count(_CANCELLED, "a step ended without sampling; its drafts were undone")
         return True
 
     # ------------------------------------------------------------ reporting
@@ -412,12 +410,8 @@ class Session:
 
     def go_to_sleep(self) -> None:
         """Copy the counters to the host, because vLLM is about to release their memory (``Worker.sleep``)."""
-        try:
-            if self.manager is not None:
-                self._slept = self.begun, self.manager.buffers.counters.to("cpu", copy=True)
-        finally:
-            for listener in self._hearing["sleeping"]:
-                listener.sleeping()
+        if self.manager is not None:
+            self._slept = self.begun, self.manager.buffers.counters.to("cpu", copy=True)
 
     @property
     def counters(self) -> Tensor:
@@ -426,6 +420,19 @@ class Session:
         if self._slept is not None and self._slept[0] == self.begun:
             return self._slept[1]
         return self.manager.buffers.counters
+
+    def counts(self, *values: int) -> dict[str, float]:
+        """Return the totals for the metrics. ``values`` are those of :attr:`counters`. Only with a transaction."""
+        assert self.manager is not None
+        counts = self.manager.stats(torch.tensor(values)).as_dict()
+        steps = self.vanilla_steps + Counter({_TOO_MANY: counts.pop("overflowed")})
+        del steps[_CANCELLED]  # it has its own metric
+        return {
+            **counts,
+            "host_seconds": self.host_seconds,
+            **by_reason("vanilla_steps", steps),
+            **by_reason("errors", self.errors.counts),
+        }
 
     def stats(self) -> Stats:
         """Return the totals so far. Synchronizes with the device."""
@@ -453,8 +460,6 @@ class Session:
     def _tell_end(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         for listener in self._hearing["commit"]:
             listener.commit(num_sampled, undone)
-        for listener in self._hearing["ended"]:
-            listener.ended()
 
     def _tell_drop(self) -> None:
         for listener in self._hearing["drop"]:

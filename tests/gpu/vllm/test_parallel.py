@@ -156,13 +156,11 @@ def test_ranks_of_one_engine(case: Case, engines: Any, record: dict[str, Any]) -
     theirs = finished(vanilla.result())
     if "num_gpu_blocks_override" in case.engine:
         assert result["metrics"]["num_preemptions"] == theirs["metrics"]["num_preemptions"] > 0
-    # Counted once for all ranks on /metrics, even if the counting rank is on another node.
+    # Counted once for all ranks on /metrics, even if the rank that samples is on another node.
     [counters] = result["counters"].values()
-    assert counters["nwor_disagreements"] == 0
-    if "nodes" in case.use:
+    if PP not in case.engine:
         assert counters["nwor_draft_tokens"] == first["stats"]["drafted"]
         assert counters["nwor_committed_tokens"] == first["stats"]["accepted"]
-        assert counters["nwor_comparisons"] > 0
     assert_same_tokens(result, theirs)
 
 
@@ -197,8 +195,6 @@ def test_data_parallel_ranks(case: Case, engines: Any, record: dict[str, Any]) -
         for session in of_engine:
             assert session["stats"]["drafted"] == counters["nwor_draft_tokens"]
             assert session["stats"]["accepted"] == counters["nwor_committed_tokens"]
-        assert counters["nwor_disagreements"] == 0
-        assert counters["nwor_comparisons"] > 0
     theirs = finished(vanilla.result())
     assert_same_tokens({"rounds": result["rounds"][:1]}, {"rounds": theirs["rounds"][:1]})
 

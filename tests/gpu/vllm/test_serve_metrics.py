@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+from agreement import check_agreement
 from engine_pool import ENVIRONMENT
 from gpu_cases import ENGINE, NGRAM
 
@@ -101,15 +102,11 @@ def test_counters_at_metrics(engines: Any, record: dict[str, Any]) -> None:
             body = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
             answer = json.loads(_get(f"{address}/v1/completions", body))
             assert answer["usage"]["completion_tokens"] == 40
-        time.sleep(2)  # counters arrive within a second
+        body |= {"prompt": [3, 4, 5], "max_tokens": 1}
+        _get(f"{address}/v1/completions", body)  # its output brings the last counts
         text = _get(f"{address}/metrics")
     ours, vllm = _counters(text, "nwor_"), _counters(text, "vllm:spec_decode")
     record["counters"] = ours
-    assert ours["nwor_draft_tokens_total"] > 0, text[-2000:]
-    assert ours["nwor_rejected_tokens_total"] > 0
-    assert ours["nwor_draft_tokens_total"] == ours["nwor_committed_tokens_total"] + ours["nwor_rejected_tokens_total"]
-    # With async scheduling, a step may still run when its request ends, and vLLM does not count that step.
-    uncounted = ours["nwor_draft_tokens_total"] - vllm["vllm:spec_decode_num_draft_tokens_total"]
-    assert 0 <= uncounted <= REQUESTS * NGRAM["num_speculative_tokens"]
-    assert ours["nwor_disagreements_total"] == 0
-    assert ours["nwor_comparisons_total"] > 0
+    assert ours["nwor_rejected_tokens_total"] > 0, text[-2000:]
+    # With async scheduling, a step may still run when its request ends.
+    check_agreement(ours | vllm, REQUESTS, NGRAM["num_speculative_tokens"])

@@ -114,7 +114,6 @@ def test_audited(feature: str, servers: dict[tuple[str, str], Server], engines: 
     assert len(record["differ_together"]) <= together_limit
     if feature == "mode":
         assert found["nwor_rejected_tokens_total"] > 0
-        assert found["nwor_disagreements_total"] == 0
     if feature == "recurrent":
         assert found["nwor_one_state_steps_total"] > 0
 

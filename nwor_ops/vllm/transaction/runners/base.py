@@ -234,12 +234,10 @@ class RunnerAttachment(abc.ABC):
         The commit is inside, right after sampling. If the drafter fails, accepted drafts are therefore kept.
         """
         try:
-            output = sample(*args, **kwargs)
+            return sample(*args, **kwargs)
         except BaseException:
             self.session.after_failure(self.session.close_interrupted)
             raise
-        self.session.returned(output)
-        return output
 
 
 def _entering_with_drafts(scheduler_output: Any) -> frozenset[str]:

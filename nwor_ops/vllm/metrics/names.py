@@ -1,0 +1,49 @@
+"""The metrics: names and help texts for Prometheus. docs/reference/metrics.md describes them."""
+
+from __future__ import annotations
+
+# Field of EngineStats: Prometheus name (without the suffix "_total") and help text.
+METRICS = {
+    "windows": ("nwor_windows", "Number of steps with drafts that ran as a transaction."),
+    "drafted": ("nwor_draft_tokens", "Number of draft tokens in these steps, logged (mode cow) or staged."),
+    "accepted": ("nwor_committed_tokens", "Number of draft tokens accepted and kept."),
+    "rejected": ("nwor_rejected_tokens", "Number of draft tokens rejected or cancelled: undone, or never written."),
+    "cancelled": ("nwor_cancelled_windows", "Number of windows whose drafts were all undone because the step failed."),
+    "abandoned": ("nwor_abandoned_windows", "Number of windows that ended without an undo, leaving rows of drafts."),
+    "host_seconds": ("nwor_host_seconds", "Seconds of host time to begin and commit the windows."),
+    "vanilla_steps": (
+        "nwor_vanilla_steps",
+        "Number of steps with drafts that ran without the transaction, by reason.",
+    ),
+    "draft_graph_replays": ("nwor_draft_graph_replays", "Number of draft model passes that ran as one graph launch."),
+    "draft_host_seconds": ("nwor_draft_host_seconds", "Seconds of host time of these passes, to launch their graphs."),
+    "draft_eager_reasons": (
+        "nwor_draft_eager_passes",
+        "Number of draft model passes that ran without a graph, with draft graphs on, by reason.",
+    ),
+    "one_state_steps": ("nwor_one_state_steps", "Number of steps with decodes and one recurrent state per request."),
+    "one_state_host_seconds": (
+        "nwor_one_state_host_seconds",
+        "Seconds of host time to plan windows and to fold states before prompts.",
+    ),
+    "one_state_skipped_requests": (
+        "nwor_one_state_skipped_requests",
+        "Number of requests skipped because their counts are invalid, per KV-cache group. Should be 0.",
+    ),
+    "errors": (
+        "nwor_errors",
+        "Number of errors of nwor_ops after which the engine went on, by reason. Should be 0.",
+    ),
+}
+BY_REASON = ("vanilla_steps", "draft_eager_reasons", "errors")  # with the label "reason"
+# Gauges.
+INFO = (
+    "nwor_info",
+    "State of each feature of nwor_ops: off; on, its mode or its form; or missing (asked for, but not active).",
+)
+MEMORY = ("nwor_memory_bytes", "Memory of the features of nwor_ops in bytes, by part.")
+
+
+def by_reason(name: str, reasons: dict[str, int]) -> dict[str, int]:
+    """Return counts of one metric of :data:`BY_REASON` as :class:`Publisher` takes them: ``NAME:REASON``."""
+    return {f"{name}:{reason}": count for reason, count in reasons.items()}

@@ -1,0 +1,237 @@
+"""Send the counts of an engine from its worker to the engine core.
+
+vLLM carries the output of each step from the worker that samples to the engine core. A :class:`Publisher` puts the
+increments since its last message on this output. The counters of a kernel are copied to pinned memory after each step,
+and are read when a later step finds that the copy has arrived. Nothing waits for the device.
+
+A feature adds its counters with :func:`publish_counters` when the engine's cache is bound::
+
+    names = ("draft_vocabulary_tokens", "draft_vocabulary_missed")  # keys of METRICS, and fields of EngineStats
+    counters = torch.zeros(len(names), dtype=torch.int64, device=device)  # the feature's kernels count here
+    metrics.publish_counters(runner, names, counters)
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwor_ops.vllm.errors import Errors
+from nwor_ops.vllm.hooks import Patches
+from nwor_ops.vllm.metrics.names import by_reason
+
+MESSAGE = "_nwor_message"  # attribute of a ModelRunnerOutput
+_OUTPUT = ("model_runner_output", "_model_runner_output")  # with async scheduling: where the ModelRunnerOutput is
+_patches = Patches("publisher")
+
+publishers: weakref.WeakKeyDictionary[Any, Publisher] = weakref.WeakKeyDictionary()  # by runner
+
+
+class _Source:
+    """The counts of one owner. See :meth:`Publisher.add`.
+
+    Attributes:
+        values: the device's counters in the last copy that arrived.
+        sent: the counts that were sent.
+        warm_up: the counts of vLLM's warm-up, which are left out.
+    """
+
+    def __init__(
+        self, owner: Any, counts: Callable[..., Mapping[str, float]], counters: Callable[[Any], Tensor] | None
+    ) -> None:
+        self._owner, self._counts, self._counters = weakref.ref(owner), counts, counters
+        self.values = [0] * counters(owner).numel() if counters is not None else []
+        self.sent: Counter[str] = Counter()
+        self.warm_up: Counter[str] = Counter()
+
+    @property
+    def ended(self) -> bool:
+        return self._owner() is None
+
+    def counters(self) -> Tensor | None:
+        owner = self._owner()
+        return None if owner is None or self._counters is None else self._counters(owner)
+
+    def totals(self, exact: bool = False) -> Mapping[str, float]:
+        """Return the counts without those of the warm-up. ``exact`` synchronizes with the device."""
+        owner = self._owner()
+        if owner is None:
+            return self.sent
+        values = self._counters(owner).tolist() if exact and self._counters is not None else self.values
+        # Until the first copy has arrived, the device's counts are lower than those of the warm-up.
+        counts = self._counts(owner, *values)
+        return {name: max(count - self.warm_up[name], 0) for name, count in counts.items()}
+
+    def increments(self, every: bool) -> dict[str, float]:
+        """Return what is not sent yet: ``every`` count, or those that grew."""
+        totals = self.totals()
+        return {name: n - self.sent[name] for name, n in totals.items() if every or n > self.sent[name]}
+
+
+class Publisher:
+    """Put the counts of one runner's engine on its outputs.
+
+    Args:
+        vllm_config: the engine's configuration, for the labels.
+        report: returns ``features`` and ``memory`` for the first message (:mod:`nwor_ops.vllm.feature_report`).
+        sends: whether to send messages. If not, the counts are only for :meth:`totals`.
+        logger: vLLM's logger.
+
+    Attributes:
+        name: identifies this publisher in all processes.
+        errors: counts the outputs without our counts because of an error.
+    """
+
+    def __init__(self, vllm_config: Any, report: Callable[[], Mapping[str, Any]], sends: bool, logger: Any) -> None:
+        self.name = secrets.token_hex(8)
+        self.errors = Errors(logger, "without publishing counters")
+        engine = str(int(vllm_config.parallel_config.data_parallel_index))
+        self._labels = [str(vllm_config.model_config.served_model_name), engine]
+        self._report, self._sends = report, sends
+        self._sources: list[_Source] = []
+        self._copies: deque[tuple[Any, list[tuple[_Source, Tensor]]]] = deque()  # with the event of their arrival
+        self._ended: Counter[str] = Counter()  # counts of owners that no longer exist
+        self._reported = False
+        self.add(self, lambda publisher: by_reason("errors", publisher.errors.counts))
+
+    def add(
+        self,
+        owner: Any,
+        counts: Callable[..., Mapping[str, float]],
+        counters: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        """Publish the counts of an owner for as long as it lives.
+
+        Args:
+            owner: any object; it is not kept alive.
+            counts: returns totals that only grow, by key of ``METRICS`` or by :func:`by_reason`. Its arguments are the
+                owner and the values of ``counters``. It must not synchronize.
+            counters: returns the owner's counters, int64 ``[N]`` on the device.
+        """
+        self._sources.append(_Source(owner, counts, counters))
+
+    def forget(self) -> None:
+        """Leave out all counts so far: those of vLLM's warm-up, whose outputs reach no engine core. Synchronizes."""
+        self._copies.clear()
+        for source in self._sources:
+            source.warm_up.update(source.totals(exact=True))
+            source.sent.clear()
+        self._reported = False
+
+    def totals(self) -> Counter[str]:
+        """Return the exact counts. Synchronizes with the device."""
+        return sum_of([self._ended, *(source.totals(exact=True) for source in self._sources)])
+
+    def attach(self, output: Any) -> None:
+        """Put the increments since the last message on the output of a step. Never raises.
+
+        An output without requests stays as it is, since it may be a shared constant of vLLM.
+        """
+        with self.errors.survived("sending counters failed"):
+            for name in _OUTPUT:
+                output = getattr(output, name, output)
+            if self._sends and getattr(output, "req_ids", None):
+                self._copy()
+                message = self._message()
+                if message:
+                    setattr(output, MESSAGE, json.dumps(message))
+                    self._reported = True
+
+    def _copy(self) -> None:
+        """Start to copy the counters of this step, and read the copies that have arrived."""
+        sources = [(source, counters) for source in self._sources if (counters := source.counters()) is not None]
+        copies = [(source, counters.to("cpu", non_blocking=True, copy=True)) for source, counters in sources]
+        event = None
+        if any(counters.is_cuda for _, counters in sources):
+            event = torch.cuda.Event()
+            event.record()
+        self._copies.append((event, copies))
+        while self._copies and (self._copies[0][0] is None or self._copies[0][0].query()):
+            for source, copy in self._copies.popleft()[1]:
+                source.values = copy.tolist()
+
+    def _message(self) -> dict[str, Any]:
+        """Return the next message, empty if nothing changed. The first one has every count, and the report."""
+        for source in [source for source in self._sources if source.ended]:
+            self._sources.remove(source)
+            self._ended.update(source.sent)
+        increments = [source.increments(every=not self._reported) for source in self._sources]
+        message = {"publisher": self.name, "labels": self._labels, "counts": sum_of(increments)}
+        if not self._reported:
+            message |= self._report()
+        elif not message["counts"]:
+            return {}
+        for source, sent in zip(self._sources, increments, strict=True):
+            source.sent.update(sent)
+        return message
+
+
+def sum_of(counts: Iterable[Mapping[str, float]]) -> Counter[str]:
+    """Return the sum of some counts. Unlike ``+`` of counters, it keeps counts of 0."""
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return total
+
+
+def start(runner: Any, report: Callable[[], Mapping[str, Any]], sends: bool, logger: Any) -> None:
+    """Publish the counts of a runner's engine from now on. A second call for a runner does nothing."""
+    with Errors(logger, "without publishing counters").survived("starting to count failed"):
+        if runner not in publishers:
+            publishers[runner] = Publisher(runner.vllm_config, report, sends, logger)
+
+
+def publish(
+    runner: Any,
+    owner: Any,
+    counts: Callable[..., Mapping[str, float]],
+    counters: Callable[[Any], Tensor] | None = None,
+) -> None:
+    """Call :meth:`Publisher.add` of a runner's publisher, if it has one."""
+    if runner in publishers:
+        publishers[runner].add(owner, counts, counters)
+
+
+def publish_counters(runner: Any, names: Sequence[str], counters: Tensor) -> None:
+    """Publish counters on the device. Their names are the only thing to add elsewhere.
+
+    Args:
+        runner: vLLM's runner, of either generation.
+        names: a key of ``METRICS`` for each counter. It is also a field of :class:`nwor_ops.EngineStats`.
+        counters: int64 ``[len(names)]``, on any device. They only grow. The runner keeps them alive.
+
+    Example:
+        >>> metrics.publish_counters(runner, ("draft_vocabulary_tokens", "draft_vocabulary_missed"), counters)
+    """
+    publish(runner, runner, lambda _, *values: dict(zip(names, values, strict=True)), lambda _: counters)
+
+
+def forget(runner: Any) -> None:
+    """Call :meth:`Publisher.forget` of a runner's publisher, if it has one."""
+    publisher = publishers.get(runner)
+    if publisher is not None:
+        with publisher.errors.survived("leaving out the warm-up failed"):
+            publisher.forget()
+
+
+def patch_runner_class(runner_class: Any) -> None:
+    """Patch a ``GPUModelRunner`` so that the publisher of each runner gets the output of each step that sampled."""
+
+    def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
+        def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(self, *args, **kwargs)
+            publisher = publishers.get(self)
+            if publisher is not None:
+                publisher.attach(output)
+            return output
+
+        return sample_tokens
+
+    _patches.put_once(runner_class, "sample_tokens", decorator)
