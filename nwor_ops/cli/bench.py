@@ -272,7 +272,7 @@ class Servers:
         title = self._options.titles[side]
         try:
             server.wait_until_ready(START_SECONDS)
-            labels = active_features(server.get("/metrics"))
+            labels = active_features(server)
         except (ServerFailed, OSError) as error:
             short = self._memory and "memory" in str(error).lower()
             more = "; with --restart each side has the whole memory" if short else ""
@@ -284,10 +284,13 @@ class Servers:
             raise ServerFailed(f"{title}: not active in the started engine; its log has the reason: {server.log_file}")
 
 
-def active_features(metrics: str) -> dict[str, str]:
-    """Return the labels of ``nwor_info``, which an engine without the plugin does not have."""
+def active_features(server: Server) -> dict[str, str]:
+    """Return the labels of ``nwor_info``, which arrive with the first request. Without the plugin there are none."""
     from prometheus_client.parser import text_string_to_metric_families
 
+    model = json.loads(server.get("/v1/models"))["data"][0]["id"]
+    server.get("/v1/completions", {"model": model, "prompt": [1], "max_tokens": 1})
+    metrics = server.get("/metrics")
     samples = [s for family in text_string_to_metric_families(metrics) for s in family.samples if s.name == "nwor_info"]
     return dict(samples[0].labels) if samples else {}
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.support.features import FEATURES
+from nwor_ops.vllm.support.features import LABELS
 
 OFF, ON, MISSING = "off", "on", "missing"
-TRANSACTION, DRAFT_GRAPHS, RECURRENT = (feature.label for feature in FEATURES.values())
+TRANSACTION, DRAFT_GRAPHS, RECURRENT = LABELS.values()
 UNDO_LOG, SHADOW_PAGES, GRAPHS, RECORDS = "undo_log", "shadow_pages", "draft_graphs", "records"  # nwor_memory_bytes
 
 

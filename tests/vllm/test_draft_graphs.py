@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import json
 import logging
-import pathlib
 import re
 from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import prometheus_client
 import pytest
 from draft_configs import MambaSpec, MLAAttentionSpec, engine_config, group
 from processes import interpreted
-from prometheus_client.multiprocess import MultiProcessCollector
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
+from nwor_ops.vllm.draft_graphs.graphs import DUMMY_RUN, GraphedDrafter
 from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode
+from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import check_vllm
-from nwor_ops.vllm.metrics import exporter, transport, worker
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS
 from nwor_ops.vllm.support.refusals import Unsupported, check_engine
 
@@ -299,95 +297,22 @@ def test_captured_request_counts_of_a_dynamic_number_of_drafts() -> None:
 # ---------------------------------------------------------------- counters
 
 
-class Counted:
-    """A speculator that has only counters."""
+@pytest.mark.parametrize(("registry", "runner_attribute"), [("_speculators", "speculator"), ("_proposers", "drafter")])
+def test_runner_publishes_its_drafters_counts(registry: str, runner_attribute: str, monkeypatch: Any) -> None:
+    """V2's speculator is our object. V1's drafter is vLLM's, and our object has it."""
 
-    def __init__(self, eager: dict[str, int] | None = None, **totals: int) -> None:
-        self.totals, self.eager = totals, eager or {}
+    class Drafter(GraphedDrafter):
+        capture_keys = None  # type: ignore[assignment]
 
-    def counted(self) -> dict[str, int]:
-        return dict(self.totals)
-
-    def eager_passes(self) -> dict[str, int]:
-        return dict(self.eager)
-
-
-def start_counting(speculator: Counted, **settings: Any) -> None:
-    config = engine_config(
-        instance_id="i",
-        parallel_config__data_parallel_index=0,
-        model_config__served_model_name="tiny",
-        additional_config={"nwor": {"draft_graphs": True, **settings}},
-    )
-    worker.start_counting(speculator, "drafter", config, LOGGER)
-
-
-@pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
-    import vllm.distributed
-
-    def set_rank(number: int) -> None:
-        monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_rank", lambda: number)
-
-    set_rank(0)
-    return set_rank
-
-
-def test_counters_of_this_process_are_those_of_the_moment(folder: pathlib.Path, rank: Any) -> None:
-    speculator = Counted({"mixed": 1}, draft_graph_replays=3)
-    start_counting(speculator)
-    start_counting(speculator)  # it starts only once
-    [file] = transport.files("drafter")
-    speculator.totals["draft_graph_replays"] = 8
-    stats = exporter.totals([])
-    assert (stats.draft_graph_replays, stats.draft_eager_passes, stats.engines) == (8, 1, 0)
-    assert stats.draft_eager_reasons == {"mixed": 1}
-    assert transport.read([file]).counts["draft_graph_replays"] == 3
-    del speculator
-    assert exporter.totals([]).draft_graph_replays == 3  # the counts published last
-
-
-def test_counters_are_published_for_other_processes(folder: pathlib.Path, rank: Any) -> None:
-    speculator = Counted({"mixed": 2, "too large": 4}, draft_graph_replays=3)
-    start_counting(speculator)
-    speculator.totals["draft_graph_replays"] = 5
-    worker.publishers[speculator].publish()
-    registry = prometheus_client.CollectorRegistry()
-    MultiProcessCollector(registry, path=str(folder))
-    labels = {"model_name": "tiny", "engine": "0"}
-    assert registry.get_sample_value("nwor_draft_graph_replays_total", labels) == 5
-    for reason, count in speculator.eager.items():
-        assert registry.get_sample_value("nwor_draft_eager_passes_total", labels | {"reason": reason}) == count
-
-
-class Interrupted(str):
-    """A string whose comparison lets another thread count something for the first time."""
-
-    counter: Counter[Any]
-
-    def __eq__(self, other: object) -> bool:
-        self.counter[f"new {len(self.counter)}", "loop"] += 1
-        return str.__eq__(self, other)
-
-    __hash__ = str.__hash__
-
-
-def test_a_runner_may_count_while_the_publisher_reads() -> None:
-    """A thread that failed with "dictionary changed size during iteration" would never publish again."""
-    from nwor_ops.vllm.draft_graphs.speculator import GraphedDraftModelSpeculator
-
-    mode, reason = Interrupted("loop"), Interrupted("more requests than the largest graph")
-    mode.counter, reason.counter = Counter({("decode", mode): 3}), Counter({reason: 2})
-    graphs = SimpleNamespace(loop=SimpleNamespace(counts=mode.counter, host_seconds=0.25))
-    speculator: Any = SimpleNamespace(graphs=graphs, _eager=reason.counter)
-    assert GraphedDraftModelSpeculator.counted(speculator) == {"draft_graph_replays": 3, "draft_host_seconds": 0.25}
-    assert GraphedDraftModelSpeculator.eager_passes(speculator) == {"more requests than the largest graph": 2}
-
-
-def test_ranks_that_do_not_publish(folder: pathlib.Path, rank: Any) -> None:
-    first, second = Counted(draft_graph_replays=1), Counted(draft_graph_replays=1)
-    start_counting(first, emit_metrics=False)
-    rank(1)
-    start_counting(second)
-    assert transport.files() == []
-    assert exporter.totals([]).draft_graph_replays == 0
+    drafter: Any = Drafter()
+    drafter.drafter = object()
+    drafter.errors, drafter.graphs = Errors(LOGGER, ""), None
+    drafter._eager = Counter({"mixed": 2, DUMMY_RUN: 5})
+    monkeypatch.setattr(draft_graphs, registry, [drafter])
+    runner = SimpleNamespace(**{runner_attribute: drafter if registry == "_speculators" else drafter.drafter})
+    assert draft_graphs.counts(runner) == draft_graphs.counts(SimpleNamespace()) == {}  # before the capture
+    passes = Counter({("decode", "loop"): 3, ("first_pass", "loop"): 1, ("decode", "eager"): 7})
+    drafter.graphs = SimpleNamespace(loop=SimpleNamespace(counts=passes, host_seconds=0.25))
+    assert draft_graphs.counts(runner) == {
+        "draft_graph_replays": 4, "draft_host_seconds": 0.25, "draft_eager_reasons:mixed": 2,
+    }  # fmt: skip

@@ -2,31 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Feature:
-    """What a feature is called, and whether it needs speculation.
-
-    Attributes:
-        label: its label of ``nwor_info``.
-        words: the words that name it in the warning that it is not active.
-        needs_drafts: whether it is not active in an engine that does not speculate.
-    """
-
-    label: str
-    words: str
-    needs_drafts: bool = True
-
-
 # The features: the transaction (modes cow and stage), draft graphs, and one recurrent state per request.
 TRANSACTION, DRAFT_GRAPHS, ONE_STATE = "transaction", "draft graphs", "one state"
-FEATURES = {
-    TRANSACTION: Feature("transaction", "transaction"),
-    DRAFT_GRAPHS: Feature("draft_graphs", "draft graphs"),
-    ONE_STATE: Feature("recurrent", "one state per request", needs_drafts=False),
-}
+LABELS = {TRANSACTION: "transaction", DRAFT_GRAPHS: "draft_graphs", ONE_STATE: "recurrent"}  # of nwor_info
 NO_SPECULATION = "the engine does not speculate"
 SUPPORTED_VERSIONS = {TRANSACTION: ("0.32", "0.33"), DRAFT_GRAPHS: ("0.33",), ONE_STATE: ("0.33",)}
 DEVICES = {TRANSACTION: ("cpu", "cuda"), DRAFT_GRAPHS: ("cuda",), ONE_STATE: ("cuda",)}
