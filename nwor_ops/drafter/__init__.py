@@ -7,14 +7,13 @@ run. Only torch is needed.
 """
 
 from nwor_ops.drafter.buffers import DraftBuffers
-from nwor_ops.drafter.dispatch import Dispatch, DispatchTable, GraphKey, keys_of_token_counts
+from nwor_ops.drafter.dispatch import Dispatch, GraphKey, keys_of_token_counts
 from nwor_ops.drafter.loop import DraftLoop
 from nwor_ops.drafter.metadata import DraftMetadata, FirstPass
 from nwor_ops.drafter.sampler import DraftSampler
 
 __all__ = [
     "Dispatch",
-    "DispatchTable",
     "DraftBuffers",
     "DraftLoop",
     "DraftMetadata",

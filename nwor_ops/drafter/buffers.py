@@ -34,8 +34,6 @@ class DraftBuffers(BoundToMemory):
             last.
         draft_tokens: int64 ``[M, K]``. The result: column s holds the tokens of step s.
         current_draft_step: int64 ``[]``. The loop sets it before each step; 0 in the first pass.
-        sample_positions: int64 ``[>= M]``, or None. The positions that key the noise, if they differ from
-            ``positions``.
         hidden_states: ``[>= M, width]``, or None. The hidden states that an EAGLE-like drafter carries to the next
             step.
         registered: other tensors at fixed addresses that a graph reads, by name; see :meth:`register`.
@@ -53,7 +51,6 @@ class DraftBuffers(BoundToMemory):
     idx_mapping: Tensor
     draft_tokens: Tensor
     current_draft_step: Tensor
-    sample_positions: Tensor | None = None
     hidden_states: Tensor | None = None
     registered: dict[str, Tensor] = field(default_factory=dict)
 
@@ -70,8 +67,6 @@ class DraftBuffers(BoundToMemory):
         self._check("idx_mapping", _INDEX, 1, rows)
         self._check("draft_tokens", _INT64, 2, rows)
         self._check("current_draft_step", _INT64, 0, 0)
-        if self.sample_positions is not None:
-            self._check("sample_positions", _INT64, 1, rows)
         if self.hidden_states is not None:
             self._check("hidden_states", None, 2, rows)
 
@@ -83,11 +78,8 @@ class DraftBuffers(BoundToMemory):
         device: torch.device | str,
         *,
         max_num_tokens: int | None = None,
-        hidden_size: int | None = None,
-        hidden_dtype: torch.dtype = torch.bfloat16,
-        sample_positions: bool = False,
     ) -> DraftBuffers:
-        """Allocate all buffers.
+        """Allocate all buffers, except ``hidden_states``.
 
         Args:
             max_num_reqs: M, the maximum number of requests, > 0.
@@ -95,25 +87,11 @@ class DraftBuffers(BoundToMemory):
             device: device of all buffers.
             max_num_tokens: length of ``input_ids`` and ``positions``, >= M; None means M. A first pass that uses these
                 two needs ``M * query_len``.
-            hidden_size: width of the hidden states. None if the drafter carries none.
-            hidden_dtype: dtype of the hidden states.
-            sample_positions: whether to allocate ``sample_positions``.
-
-        Raises:
-            ValueError: a number is out of its range. Nothing is allocated.
-            TypeError: an argument has another type. Nothing is allocated.
         """
-
-        def size(name: str, value: int, least: int = 1) -> int:
-            return validation.integer(f"DraftBuffers.allocate: {name}", value, least)
-
-        max_num_reqs, num_drafts = size("max_num_reqs", max_num_reqs), size("num_drafts", num_drafts)
+        for name, number in (("max_num_reqs", max_num_reqs), ("num_drafts", num_drafts)):
+            validation.integer(f"DraftBuffers.allocate: {name}", number)
         if max_num_tokens is not None:
-            size("max_num_tokens", max_num_tokens, max_num_reqs)
-        if hidden_size is not None:
-            size("hidden_size", hidden_size)
-        validation.instance("DraftBuffers.allocate: hidden_dtype", hidden_dtype, torch.dtype, "a torch.dtype")
-        validation.boolean("DraftBuffers.allocate: sample_positions", sample_positions)
+            validation.integer("DraftBuffers.allocate: max_num_tokens", max_num_tokens, max_num_reqs)
         device = validation.device("DraftBuffers.allocate: device", device)
         tokens = max_num_reqs if max_num_tokens is None else max_num_tokens
 
@@ -128,8 +106,6 @@ class DraftBuffers(BoundToMemory):
             idx_mapping=zeros(max_num_reqs).fill_(-1),
             draft_tokens=zeros(max_num_reqs, num_drafts),
             current_draft_step=torch.zeros((), dtype=torch.int64, device=device),
-            sample_positions=zeros(max_num_reqs) if sample_positions else None,
-            hidden_states=None if hidden_size is None else zeros(max_num_reqs, hidden_size, dtype=hidden_dtype),
         )
 
     @property
@@ -144,11 +120,8 @@ class DraftBuffers(BoundToMemory):
     def register(self, **tensors: Tensor) -> None:
         """Add tensors that graphs read at fixed addresses (temperatures, block tables, ...).
 
-        With ``debug=True`` the loop refuses to replay a graph after one of them moved or changed its shape.
-
-        Raises:
-            ValueError: a name belongs to another tensor. Nothing is registered.
-            TypeError: an argument is not a tensor. Nothing is registered.
+        With ``debug=True`` the loop refuses to replay a graph after one of them moved or changed its shape. A name that
+        belongs to another tensor is refused, and nothing is registered.
         """
         known = self.tensors()
         for name, tensor in tensors.items():
@@ -167,11 +140,7 @@ class DraftBuffers(BoundToMemory):
 
         They get request-state index -1, no tokens, and 0 as id, position and length. Other rows do not change. If there
         are no such rows, nothing is launched.
-
-        Raises:
-            ValueError, TypeError: not ``0 <= num_reqs <= padded <= M``. Nothing is written.
         """
-        self._check_rows(num_reqs, padded)
         if num_reqs == padded:
             return
         self.idx_mapping[num_reqs:padded].fill_(-1)
@@ -179,32 +148,12 @@ class DraftBuffers(BoundToMemory):
         for tensor in (self.input_ids, self.positions, self.seq_lens):
             tensor[num_reqs:padded].zero_()
 
-    def require_inert(self, num_reqs: int, padded: int) -> None:
-        """Check that rows [num_reqs, padded) are as :meth:`pad_rows` leaves them. Synchronizes with the device.
-
-        Raises:
-            RuntimeError: a row is not inert. The message names the buffer.
-            ValueError, TypeError: as :meth:`pad_rows`.
-        """
-        self._check_rows(num_reqs, padded)
-        inert = {"idx_mapping": -1, "query_start_loc": num_reqs, "input_ids": 0, "positions": 0, "seq_lens": 0}
-        for name, value in inert.items():
-            tail = getattr(self, name)[num_reqs : padded + (name == "query_start_loc" and num_reqs < padded)]
-            wrong = tail >= 0 if name == "idx_mapping" else tail != value
-            if bool(wrong.any()):
-                rows = f"the padded rows [{num_reqs}, {padded})"
-                raise RuntimeError(f"DraftBuffers: {name} must be {value} in {rows}, got {tail.tolist()}")
-
     def fill_for_warm_up(self, key: GraphKey) -> None:
         """Fill the buffers for a warm-up: ``key.num_reqs`` rows of ``key.query_len`` tokens, all of them padded.
 
         Lengths and starts are those of real rows, so that kernels do their work. Every index is -1, so no key is
         written. The rows after those of the key are inert.
-
-        Raises:
-            ValueError, TypeError: the key is not a GraphKey, or has more rows than the buffers.
         """
-        self._check_key("DraftBuffers.fill_for_warm_up", key)
         rows, length = key.num_reqs, key.query_len
         self.idx_mapping.fill_(-1)
         self.input_ids.zero_()
@@ -215,18 +164,6 @@ class DraftBuffers(BoundToMemory):
         self.query_start_loc.copy_(starts.clamp(max=key.num_tokens))
         places = self.positions[: key.num_tokens]
         places.copy_(torch.arange(len(places), device=self.device) % length)
-
-    def _check_rows(self, num_reqs: int, padded: int) -> None:
-        if type(num_reqs) is not int or type(padded) is not int or not 0 <= num_reqs <= padded <= self.max_num_reqs:
-            num_reqs = validation.integer("DraftBuffers: num_reqs", num_reqs, 0)
-            validation.integer("DraftBuffers: padded", padded, num_reqs, self.max_num_reqs)
-
-    def _check_key(self, what: str, key: GraphKey) -> None:
-        validation.instance(f"{what}: key", key, GraphKey, "a GraphKey")
-        if key.num_reqs > self.max_num_reqs:
-            raise ValueError(
-                f"{what}: key must have at most {self.max_num_reqs} requests, the rows of the buffers, got {key}"
-            )
 
     def _check(self, name: str, dtypes: tuple[torch.dtype, ...] | None, dims: int, rows: int) -> None:
         tensor: Any = getattr(self, name)

@@ -1,8 +1,7 @@
-"""Dispatch: find the graph for a batch. There is one table of padded request counts per query length."""
+"""Keys of graphs, and how a batch runs."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +9,6 @@ from typing import Literal
 from nwor_ops import validation
 
 Mode = Literal["eager", "step", "loop"]
-MODES: tuple[Mode, ...] = ("eager", "step", "loop")
 
 
 @dataclass(frozen=True)
@@ -60,49 +58,6 @@ class Dispatch:
     reason: str
 
 
-class DispatchTable:
-    """Padding tables: the request counts that have a graph, for each query length.
-
-    Query lengths have separate tables. A first pass of one request with K = 2 has 4 tokens. Its graph does not help a
-    decode step of one request, which is padded to 1 token, not to 4.
-
-    Example:
-        >>> table = DispatchTable([GraphKey(1), GraphKey(4)])
-        >>> table.smallest(3)
-        GraphKey(num_reqs=4, query_len=1)
-    """
-
-    def __init__(self, keys: Iterable[GraphKey] = ()) -> None:
-        self._counts: dict[int, list[int]] = {}
-        self.add(keys)
-
-    def add(self, keys: Iterable[GraphKey]) -> None:
-        """Add keys. Known keys stay."""
-        keys = validation.items("DispatchTable: keys", keys, "GraphKeys")
-        for key in keys:
-            validation.instance("DispatchTable: each of keys", key, GraphKey, "a GraphKey")
-        for key in keys:
-            counts = self._counts.setdefault(key.query_len, [])
-            place = bisect_left(counts, key.num_reqs)
-            if place == len(counts) or counts[place] != key.num_reqs:
-                counts.insert(place, key.num_reqs)
-
-    def clear(self) -> None:
-        self._counts.clear()
-
-    def smallest(self, num_reqs: int, query_len: int = 1) -> GraphKey | None:
-        """Return the smallest key of this query length that holds ``num_reqs`` requests, or None."""
-        if type(num_reqs) is not int or num_reqs < 0:
-            validation.integer("DispatchTable: num_reqs", num_reqs, 0)
-        counts = self._counts.get(query_len, [])
-        place = bisect_left(counts, num_reqs)
-        return GraphKey(counts[place], query_len) if place < len(counts) else None
-
-    def largest(self, query_len: int = 1) -> int:
-        """Return the largest request count of this query length, or 0."""
-        return max(self._counts.get(query_len, [0]))
-
-
 def keys_of_token_counts(token_counts: Iterable[int], query_len: int, max_num_reqs: int) -> list[GraphKey]:
     """Return the keys for an engine's capture sizes, which count tokens.
 
@@ -117,17 +72,9 @@ def keys_of_token_counts(token_counts: Iterable[int], query_len: int, max_num_re
     Returns:
         Distinct keys, largest first.
 
-    Raises:
-        ValueError: a number is not above 0.
-        TypeError: an argument is not an integer.
-
     Example:
         >>> keys_of_token_counts([1, 8, 16], query_len=5, max_num_reqs=4)
         [GraphKey(num_reqs=4, query_len=5), GraphKey(num_reqs=2, query_len=5), GraphKey(num_reqs=1, query_len=5)]
     """
-    validation.integer("keys_of_token_counts: query_len", query_len)
-    validation.integer("keys_of_token_counts: max_num_reqs", max_num_reqs)
-    token_counts = validation.items("keys_of_token_counts: token_counts", token_counts, "integers")
-    token_counts = [validation.integer("keys_of_token_counts: each of token_counts", tokens) for tokens in token_counts]
     counts = {-(-tokens // query_len) for tokens in token_counts}
     return [GraphKey(count, query_len) for count in sorted(counts, reverse=True) if count <= max_num_reqs]

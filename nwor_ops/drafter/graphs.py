@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +18,6 @@ Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 Places = dict[str, Place]
 
 
-_WITHOUT_TENSORS = (
-    type, str, bytes, int, float, ModuleType, FunctionType, BuiltinFunctionType, MethodType, type(None), torch.device,
-)  # fmt: skip
-
-
 class Graph(Protocol):
     """A ``torch.cuda.CUDAGraph``, or a stand-in."""
 
@@ -34,67 +26,16 @@ class Graph(Protocol):
 
 @dataclass(frozen=True)
 class Recording(BoundToMemory):
-    """A captured graph, the metadata of its capture, and the places of the tensors that it reads."""
+    """A captured graph, the metadata of its capture, and the places of the buffers that it reads."""
 
     graph: Graph
     metadata: Any
-    buffer_places: Places
-    metadata_places: Places
+    places: Places
 
 
-def tensors_in(value: Any, name: str, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in a tree of mappings, lists, tuples, sets and objects with attributes, each with its path.
-
-    An object that occurs several times is listed at the first place. Functions, methods and modules are left out.
-    """
-    seen = set() if seen is None else seen
-    if id(value) in seen or isinstance(value, _WITHOUT_TENSORS):
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from tensors_in(entry, f"{name}[{key!r}]", seen)
-    elif isinstance(value, (list, tuple, deque)):
-        for number, entry in enumerate(value):
-            yield from tensors_in(entry, f"{name}[{number}]", seen)
-    elif isinstance(value, Set):  # in the order of addresses, which is that of a set with the same tensors
-        for number, entry in enumerate(sorted(value, key=_address)):
-            yield from tensors_in(entry, f"{name}{{{number}}}", seen)
-    else:
-        if isinstance(value, functools.partial):
-            yield from tensors_in(value.args, f"{name}.args", seen)
-            yield from tensors_in(value.keywords, f"{name}.keywords", seen)
-        for attribute, entry in _attributes(value).items():
-            yield from tensors_in(entry, f"{name}.{attribute}", seen)
-
-
-def _address(value: Any) -> int:
-    return value.data_ptr() if isinstance(value, Tensor) else id(value)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, from its ``__dict__`` and the ``__slots__`` of its classes."""
-    found = dict(getattr(value, "__dict__", {}))
-    for owner in type(value).__mro__:
-        slots = owner.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            private = slot.startswith("__") and not slot.endswith("__")
-            name = f"_{owner.__name__.lstrip('_')}{slot}" if private else slot
-            if name != "__dict__" and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
-
-
-def places_of(value: Any, name: str, device: torch.device) -> Places:
-    """Return the places of the tensors in ``value``. Tensors on another device (host copies) are left out: no graph
-    reads them."""
-    return {
-        path: (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        for path, tensor in tensors_in(value, name)
-        if tensor.device.type == device.type
-    }
+def places_of(tensors: Mapping[str, Tensor]) -> Places:
+    """Return the places of some tensors, by name."""
+    return {name: (t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for name, t in tensors.items()}
 
 
 def require_unmoved(recorded: Places, now: Places) -> None:
@@ -107,7 +48,7 @@ def require_unmoved(recorded: Places, now: Places) -> None:
         was, is_now = recorded.get(path), now.get(path)
         if was != is_now:
             raise RuntimeError(
-                f"DraftLoop: {path} must not move or change after the capture: captured with {_words(was)}, "
+                f"DraftLoop: buffers[{path!r}] must not move or change after the capture: captured with {_words(was)}, "
                 f"got {_words(is_now)}; write into it in place, or invalidate() and capture() again"
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.drafter.buffers import DraftBuffers
-from nwor_ops.drafter.dispatch import MODES, Dispatch, DispatchTable, GraphKey, Mode
+from nwor_ops.drafter.dispatch import Dispatch, GraphKey, Mode
 from nwor_ops.drafter.graphs import (
     Graph,
     Recording,
@@ -70,24 +71,15 @@ class DraftLoop(BoundToMemory):
             fewer.
         max_len: maximum sequence length of the model. Positions are clamped below it, lengths to it.
         first_pass: step 0, or None if the caller runs it.
-        advance_positions: False for a drafter that writes no keys; then positions and lengths do not change.
         pool: memory pool of the graphs (``torch.cuda.graph_pool_handle()``), or a function that returns a context
             manager around each capture, which yields the pool. None means a new pool.
-        debug: before each replay, compare addresses, shapes and strides of all buffers and metadata with those of the
-            capture, and check that padded rows are inert. After each run, check that its drafts are tokens of the
-            vocabulary. The last two checks synchronize with the device.
-        vocab_size: number of tokens of the vocabulary, for the check of drafts with ``debug``; None = every token that
-            fits int32.
+        debug: before each replay, compare addresses, shapes and strides of ``buffers.tensors()`` with those of the
+            capture.
 
     Attributes:
         counts: number of runs by pass and mode: ``counts["decode", "loop"]``, ``counts["first_pass", "eager"]``, ... A
             run counts once, however many steps it has.
         host_seconds: time that the host spent in runs of mode "loop": to pad the rows and launch the graph.
-
-    Raises:
-        ValueError: ``num_drafts``, ``max_len`` or ``vocab_size`` is not positive, or ``draft_tokens`` has fewer than K
-            columns.
-        TypeError: an argument has the wrong type, or lacks a method or property.
 
     Example:
         A model that counts: each token is the previous one plus 1. The first pass has written draft 0, here 5.
@@ -118,10 +110,8 @@ class DraftLoop(BoundToMemory):
         max_len: int,
         *,
         first_pass: FirstPass | None = None,
-        advance_positions: bool = True,
         pool: Pool | Callable[[], AbstractContextManager[Pool]] | None = None,
         debug: bool = False,
-        vocab_size: int | None = None,
     ) -> None:
         for name, function in (("model_fn", model_fn), ("sample_fn", sample_fn)):
             validation.function(f"DraftLoop: {name}", function)
@@ -137,10 +127,6 @@ class DraftLoop(BoundToMemory):
             _require_methods("first_pass", first_pass, "expand", "finish")
         num_drafts = validation.integer("DraftLoop: num_drafts", num_drafts)
         max_len = validation.integer("DraftLoop: max_len", max_len)
-        if vocab_size is not None:
-            vocab_size = validation.integer("DraftLoop: vocab_size", vocab_size)
-        for name, switch in (("advance_positions", advance_positions), ("debug", debug)):
-            validation.boolean(f"DraftLoop: {name}", switch)
         if buffers.draft_tokens.shape[1] < num_drafts:
             raise ValueError(
                 f"DraftLoop: draft_tokens must have a column for each of {num_drafts} drafts, "
@@ -148,14 +134,15 @@ class DraftLoop(BoundToMemory):
             )
         self.model_fn, self.sample_fn, self.first_pass = model_fn, sample_fn, first_pass
         self.buffers, self.metadata = buffers, metadata
-        self.num_drafts, self.max_len = num_drafts, max_len
-        self.advance_positions, self.debug, self.vocab_size = advance_positions, debug, vocab_size
+        self.num_drafts, self.max_len, self.debug = num_drafts, max_len, debug
         self.counts, self.host_seconds = Counter(), 0.0
         self._pool = pool
         self._own_pool: Any = None
         # The key includes the number of drafts; it is K if the graph does not depend on that number.
         self._recordings: dict[tuple[Mode, GraphKey, int], Recording] = {}
-        self._tables: defaultdict[tuple[Mode, int], DispatchTable] = defaultdict(DispatchTable)
+        # The request counts of these keys, by mode, query length and number of drafts. A first pass of one request has
+        # several tokens. Its graph does not help a decode step of one request.
+        self._counts: defaultdict[tuple[Mode, int, int], list[int]] = defaultdict(list)
         self._why_no_graphs = "nothing was captured"
         self._logged: set[tuple[str, str]] = set()
 
@@ -182,18 +169,8 @@ class DraftLoop(BoundToMemory):
             modes: "auto" records the one graph that ``run`` would choose. Name the modes to record both.
             num_drafts: number of drafts that the graphs of mode "loop" make, 1 to K; None means K. A first pass and a
                 graph per step are the same for every number; with 1 draft there is no loop.
-
-        Raises:
-            ValueError: a key has more rows than the buffers, or a query length > 1 without a first pass. Mode "loop"
-                needs metadata that can be updated in place. Or ``num_drafts`` is out of range.
-            RuntimeError: the buffers are not on a CUDA device.
-            TypeError: a key is not a GraphKey.
         """
-        keys = validation.items("DraftLoop.capture: keys", keys, "GraphKeys")
-        modes = validation.items("DraftLoop.capture: modes", modes, "modes")
-        drafts = self._checked_drafts(num_drafts)
-        for key in keys:
-            validation.instance("DraftLoop: each of keys", key, GraphKey, "a GraphKey")
+        keys, drafts = list(keys), self._checked_drafts(num_drafts)
         chosen = [(self._graph_mode(mode), self._checked(key, key.num_reqs)) for mode in modes for key in keys]
         stream = self._capture_stream()
         wanted = [(mode, key, self._filed(mode, key.query_len, drafts)) for mode, key in chosen]
@@ -205,18 +182,13 @@ class DraftLoop(BoundToMemory):
             for mode, key, filed in order:
                 if key.query_len > 1 or filed > 1:
                     self._recordings[mode, key, filed] = self._record(mode, key, filed, stream)
-                    self._tables[mode, filed].add([key])
+                    insort(self._counts[mode, key.query_len, filed], key.num_reqs)
 
     def dispatch(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> Dispatch:
         """Return how ``run(num_reqs)`` would run, and the reason; with ``query_len`` > 1, how the first pass would.
         Launches nothing.
-
-        Raises:
-            ValueError, TypeError: an argument is out of its range or has another type.
         """
         self._check_num_reqs(num_reqs)
-        if type(query_len) is not int or query_len < 1:
-            validation.integer("DraftLoop: query_len", query_len)
         drafts = self._checked_drafts(num_drafts)
         key = self._smallest("loop", num_reqs, query_len, drafts)
         if key is not None:
@@ -224,10 +196,9 @@ class DraftLoop(BoundToMemory):
         key = self._smallest("step", num_reqs, query_len, drafts)
         if key is not None:
             return Dispatch(key, "step", self.metadata.why_not_in_place or "no graph of the whole was captured")
-        tables = [self._tables[mode, self._filed(mode, query_len, drafts)] for mode in MODES if mode != "eager"]
-        largest = max(table.largest(query_len) for table in tables)
-        if largest:
-            reason = f"no graph holds more than {largest} requests"
+        counts = self._counts_of("loop", query_len, drafts) + self._counts_of("step", query_len, drafts)
+        if counts:
+            reason = f"no graph holds more than {max(counts)} requests"
         elif self._recordings:
             reason = f"no graph has query length {query_len}" + (f" and {drafts} drafts" if query_len == 1 else "")
         else:
@@ -269,27 +240,21 @@ class DraftLoop(BoundToMemory):
 
         Raises:
             ValueError: ``num_reqs``, ``key`` or ``num_drafts`` does not fit, or the metadata does not support "loop".
-                With ``debug=True`` also if a draft is not a token of the vocabulary.
-            TypeError: an argument has another type.
             RuntimeError: the mode needs a graph that was not captured. With ``debug=True`` also if a tensor that a
-                graph reads has moved, or if rows that must be inert are not.
+                graph reads has moved.
         """
         started = time.perf_counter()
         self._check_num_reqs(num_reqs)
         drafts = self._checked_drafts(num_drafts)
-        self._check_options(key, replay=replay, inert_tails=inert_tails)
         if num_reqs > 0 and drafts > 1:
             chosen, key = self._choose(num_reqs, 1, mode, key, drafts)
             recording = self._recording(chosen, key, replay, drafts)
             if not inert_tails:
                 self.buffers.pad_rows(num_reqs, key.num_reqs)
-            elif self.debug:
-                self.buffers.require_inert(num_reqs, key.num_reqs)
             self.counts["decode", chosen] += 1
             self._run_steps(chosen, key, num_reqs, recording, drafts)
             if chosen == "loop":
                 self.host_seconds += time.perf_counter() - started
-            self._check_tokens(num_reqs, 1, drafts)
         return self.buffers.draft_tokens[:num_reqs, :drafts]
 
     @torch.no_grad()
@@ -314,9 +279,6 @@ class DraftLoop(BoundToMemory):
         """
         started = time.perf_counter()
         self._check_num_reqs(num_reqs)
-        self._check_options(key, replay=replay)
-        if type(query_len) is not int:
-            validation.integer("DraftLoop: query_len", query_len)
         if query_len < 2:
             raise ValueError(f"DraftLoop.run_first_pass: query_len must be > 1, got {query_len}")
         if num_reqs > 0:
@@ -328,7 +290,6 @@ class DraftLoop(BoundToMemory):
             self._run_first(chosen, key, num_reqs, recording)
             if chosen == "loop":
                 self.host_seconds += time.perf_counter() - started
-            self._check_tokens(num_reqs, 0, 1)
         return self.buffers.draft_tokens[:num_reqs, :1]
 
     def invalidate(self, reason: str) -> None:
@@ -340,15 +301,10 @@ class DraftLoop(BoundToMemory):
 
         Args:
             reason: the reason in a few words, for the log.
-
-        Raises:
-            TypeError: the reason is not a string.
         """
-        validation.instance("DraftLoop: reason", reason, str, "a string")
         self._recordings.clear()
         self._own_pool = None  # a pool without its graphs cannot be recorded into again
-        for table in self._tables.values():
-            table.clear()
+        self._counts.clear()
         self._why_no_graphs = f"the graphs were dropped: {reason}"
 
     # ---------------------------------------------------------------- bodies: the contents of a graph
@@ -373,15 +329,12 @@ class DraftLoop(BoundToMemory):
             idx_mapping=buffers.idx_mapping,
             hidden_states=next_hidden,
             next_hidden_states=buffers.hidden_states,
-            sample_positions=buffers.sample_positions,
-            advance_positions=self.advance_positions,
         )
 
     def _all_steps(self, key: GraphKey, metadata: Any, num_drafts: int) -> None:
         for step in range(1, num_drafts):
             self.buffers.current_draft_step.fill_(step)
-            if self.advance_positions or step == 1:
-                self.metadata.update(key, metadata)
+            self.metadata.update(key, metadata)
             self._step(key, metadata)
 
     def _first_step(self, key: GraphKey, metadata: Any) -> None:
@@ -419,15 +372,13 @@ class DraftLoop(BoundToMemory):
             else:
                 recording.graph.replay()
             return
-        metadata: Any = None
         for step in range(1, num_drafts):
             self.buffers.current_draft_step.fill_(step)
-            if self.advance_positions or step == 1:
-                metadata = self.metadata.build(key, num_reqs, step)
+            metadata = self.metadata.build(key, num_reqs, step)
             if recording is None:
                 self._step(key, metadata)
             else:
-                self._replay_built(recording, metadata)
+                recording.graph.replay()
 
     def _run_first(self, mode: Mode, key: GraphKey, num_reqs: int, recording: Recording | None) -> None:
         assert self.first_pass is not None
@@ -446,12 +397,7 @@ class DraftLoop(BoundToMemory):
         if recording is None:
             self._first_step(key, metadata)
         else:
-            self._replay_built(recording, metadata)
-
-    def _replay_built(self, recording: Recording, metadata: Any) -> None:
-        if self.debug:  # the new metadata must have the addresses that the graph reads
-            require_unmoved(recording.metadata_places, places_of(metadata, "metadata", self.buffers.device))
-        recording.graph.replay()
+            recording.graph.replay()
 
     def _recording(self, mode: Mode, key: GraphKey, replay: bool, num_drafts: int) -> Recording | None:
         """Return the graph to replay, or None to run from the host. In debug mode, check that nothing has moved."""
@@ -464,9 +410,7 @@ class DraftLoop(BoundToMemory):
                 f"DraftLoop: no graph was captured for {key}{of_them} in mode {mode!r}; capture() it at start-up"
             )
         if self.debug:
-            require_unmoved(recording.buffer_places, places_of(self.buffers.tensors(), "buffers", self.buffers.device))
-            now = places_of(recording.metadata, "metadata", self.buffers.device)
-            require_unmoved(recording.metadata_places, now)
+            require_unmoved(recording.places, places_of(self.buffers.tensors()))
         return recording
 
     def _choose(
@@ -501,35 +445,20 @@ class DraftLoop(BoundToMemory):
         return num_drafts if mode == "loop" and query_len == 1 else self.num_drafts
 
     def _smallest(self, mode: Mode, num_reqs: int, query_len: int, num_drafts: int) -> GraphKey | None:
-        return self._tables[mode, self._filed(mode, query_len, num_drafts)].smallest(num_reqs, query_len)
+        counts = self._counts_of(mode, query_len, num_drafts)
+        place = bisect_left(counts, num_reqs)
+        return GraphKey(counts[place], query_len) if place < len(counts) else None
+
+    def _counts_of(self, mode: Mode, query_len: int, num_drafts: int) -> list[int]:
+        """Return the request counts that have a graph, smallest first."""
+        return self._counts[mode, query_len, self._filed(mode, query_len, num_drafts)]
 
     def _checked_drafts(self, num_drafts: int | None) -> int:
         if num_drafts is None:
             return self.num_drafts
         return validation.integer("DraftLoop: num_drafts", num_drafts, most=self.num_drafts)
 
-    def _check_options(self, key: object, **switches: object) -> None:
-        if key is not None and type(key) is not GraphKey:
-            validation.instance("DraftLoop: key", key, GraphKey, "a GraphKey or None")
-        for name, switch in switches.items():
-            if type(switch) is not bool:
-                validation.boolean(f"DraftLoop: {name}", switch)
-
-    def _check_tokens(self, num_reqs: int, first: int, end: int) -> None:
-        """In debug mode, raise for the first draft of these steps that is not a token."""
-        if not self.debug:
-            return
-        drafts = self.buffers.draft_tokens[:num_reqs, first:end]
-        most = validation.INT32_MAX if self.vocab_size is None else self.vocab_size - 1
-        for row, step in ((drafts < 0) | (drafts > most)).nonzero().tolist():
-            raise ValueError(
-                f"DraftLoop: drafts must be tokens from 0 to {most}, got {int(drafts[row, step])} in row {row}, step "
-                f"{first + step}"
-            )
-
     def _check_num_reqs(self, num_reqs: int) -> None:
-        if type(num_reqs) is not int:
-            validation.integer("DraftLoop: num_reqs", num_reqs)
         if not 0 <= num_reqs <= self.buffers.max_num_reqs:
             raise ValueError(
                 f"DraftLoop: num_reqs must be 0 to {self.buffers.max_num_reqs}, the rows of the buffers, got {num_reqs}"
@@ -577,8 +506,7 @@ class DraftLoop(BoundToMemory):
         return Recording(
             graph=self._graph(lambda: body(key, metadata), stream),
             metadata=metadata,
-            buffer_places=places_of(self.buffers.tensors(), "buffers", self.buffers.device),
-            metadata_places=places_of(metadata, "metadata", self.buffers.device),
+            places=places_of(self.buffers.tensors()),
         )
 
     # These methods need CUDA graphs. On a CPU, nwor_ops.testing.host_graphs replaces them.

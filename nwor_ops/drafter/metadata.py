@@ -12,8 +12,7 @@ from nwor_ops.drafter.dispatch import GraphKey
 class DraftMetadata(Protocol):
     """The attention metadata of one drafter, slot mappings included.
 
-    You choose the type of the metadata object. The loop passes it to ``model_fn``. With ``debug=True`` it also reads
-    the addresses of the tensors in it: in mappings, lists, tuples, sets, and attributes or slots of objects.
+    You choose the type of the metadata object. The loop passes it to ``model_fn``.
 
     Graphs read the tensors of the object they were captured with. Three rules follow:
 

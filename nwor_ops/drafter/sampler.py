@@ -26,10 +26,6 @@ class DraftSampler(BoundToMemory):
             logits.
         logits_cache: ``[S, K, >= V]``, or None. Receives the logits of every draft, for rejection sampling.
 
-    Raises:
-        ValueError: an argument has another shape, or another tensor is registered with its name. Nothing is registered.
-        TypeError: an argument has another type, dtype or device. Nothing is registered.
-
     Example:
         >>> buffers = DraftBuffers.allocate(max_num_reqs=1, num_drafts=2, device="cpu")
         >>> buffers.idx_mapping[0] = 0
@@ -69,25 +65,14 @@ class DraftSampler(BoundToMemory):
         Args:
             key: the padded shape.
             output: ``[N, ...]``, one row per request: the argument of ``compute_logits``.
-            positions: int64 ``[>= N]``: the positions that key the noise. None means ``sample_positions`` or, without
-                these, ``positions``.
+            positions: int64 ``[>= N]``: the positions that key the noise. None means those of the buffers.
 
         Returns:
             int64 ``[N]``: a view of one buffer, which the next call overwrites.
-
-        Raises:
-            TypeError: an argument has another type; or as :func:`~nwor_ops.ops.gumbel_sample`.
-            ValueError: the key has more rows than the buffers, or the logits are not ``[>= N, V]``; or as
-                :func:`~nwor_ops.ops.gumbel_sample`.
         """
-        self.buffers._check_key("DraftSampler", key)
-        if positions is not None:
-            validation.tensor("DraftSampler: positions", positions)
         rows, buffers = key.num_reqs, self.buffers
         logits = output if self.compute_logits is None else self.compute_logits(output)
-        validation.tensor("DraftSampler: logits", logits, dims=2, least=rows)
-        if positions is None:
-            positions = buffers.positions if buffers.sample_positions is None else buffers.sample_positions
+        positions = buffers.positions if positions is None else positions
         sampled = self._sampled[:rows]
         ops.gumbel_sample(
             logits[:rows], buffers.idx_mapping[:rows], self.temperature, self.seeds, positions,

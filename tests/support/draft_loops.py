@@ -226,6 +226,14 @@ def require_metadata_of_every_step(drafter: Drafter, batch: Round, padded: int) 
         assert watched["window_slots"][step, :padded].tolist() == windows + [[-1] * window] * spare
 
 
+def require_inert(buffers: DraftBuffers, num_reqs: int, rows: int) -> None:
+    """Check that rows [num_reqs, rows) are as ``DraftBuffers.pad_rows`` leaves them."""
+    assert (buffers.idx_mapping[num_reqs:rows] < 0).all()
+    assert (buffers.query_start_loc[num_reqs + 1 : rows + 1] == num_reqs).all()
+    for tensor in (buffers.input_ids, buffers.positions, buffers.seq_lens):
+        assert not tensor[num_reqs:rows].any()
+
+
 def make_drafter(num_drafts: int, max_num_reqs: int, device: str = "cpu", **options) -> Drafter:
     """Create a drafter in float64, so that a padded batch, which changes the order of sums, cannot change a token."""
     options = {"max_len": 40, "dtype": torch.float64, "debug": True, "adapter": WatchedAdapter} | options
@@ -233,6 +241,10 @@ def make_drafter(num_drafts: int, max_num_reqs: int, device: str = "cpu", **opti
 
 
 # ---------------------------------------------------------------- a drafter that carries hidden states
+
+
+def with_hidden_states(buffers: DraftBuffers, hidden_states: Tensor) -> DraftBuffers:
+    return DraftBuffers(**vars(buffers) | {"hidden_states": hidden_states})
 
 
 class SlotMetadata(DraftMetadata):
@@ -257,8 +269,8 @@ class SlotMetadata(DraftMetadata):
 class Follower:
     """The decode steps of a drafter that follows the target, without a first pass.
 
-    Hidden states are carried from step to step, and separate positions key the noise. Its "attention" is the slot that
-    it is given, so a stale slot gives other tokens.
+    Hidden states are carried from step to step. Its "attention" is the slot that it is given, so a stale slot gives
+    other tokens.
     """
 
     VOCAB, WIDTH, BLOCK = 300, 24, 4
@@ -272,8 +284,9 @@ class Follower:
         )
         tables = torch.randperm(max_num_reqs * columns, generator=random).int().view(max_num_reqs, columns)
         self.block_tables = tables.to(device)
-        self.buffers = DraftBuffers.allocate(
-            max_num_reqs, num_drafts, device, hidden_size=self.WIDTH, hidden_dtype=torch.float64, sample_positions=True
+        self.buffers = with_hidden_states(
+            DraftBuffers.allocate(max_num_reqs, num_drafts, device),
+            torch.zeros(max_num_reqs, self.WIDTH, dtype=torch.float64, device=device),
         )
         self.temperature = torch.zeros(max_num_reqs, device=device)
         self.seeds = torch.arange(max_num_reqs, device=device) * 7 - 3
@@ -307,7 +320,6 @@ class Follower:
         buffers.positions[:num_reqs].copy_(positions)
         buffers.seq_lens[:num_reqs].copy_(positions + 1)
         buffers.query_start_loc[: num_reqs + 1].copy_(torch.arange(num_reqs + 1))
-        buffers.sample_positions[:num_reqs].copy_(positions + 1000)
         buffers.hidden_states[:num_reqs].copy_(torch.randn(num_reqs, self.WIDTH, generator=random, dtype=torch.float64))
         buffers.draft_tokens[:num_reqs, 0].copy_(torch.randint(self.VOCAB, (num_reqs,), generator=random))
         buffers.input_ids[:num_reqs].copy_(buffers.draft_tokens[:num_reqs, 0])
@@ -318,11 +330,7 @@ class Follower:
         end: dict[str, list] = {name: [] for name in ("drafts", "ids", "positions", "seq_lens", "hidden")}
         for row in range(num_reqs):
             state, token, position = (int(t[row]) for t in (b.idx_mapping, b.input_ids, b.positions))
-            noise_at, length, hidden = (
-                int(b.sample_positions[row]),
-                int(b.seq_lens[row]),
-                b.hidden_states[row : row + 1],
-            )
+            length, hidden = int(b.seq_lens[row]), b.hidden_states[row : row + 1]
             drafts = [token]
             for step in range(1, self.loop.num_drafts):
                 slot = int(self.block_tables[state, position // self.BLOCK]) * self.BLOCK + position % self.BLOCK
@@ -331,11 +339,11 @@ class Follower:
                 drawn = torch.zeros(1, dtype=torch.int64)
                 oracle.gumbel_sample(
                     self.logits(after).cpu(), torch.tensor([state]), self.temperature.cpu(), self.seeds.cpu(),
-                    torch.tensor([noise_at]), torch.tensor(step), drawn,
+                    torch.tensor([position]), torch.tensor(step), drawn,
                 )  # fmt: skip
                 drafts.append(int(drawn))
                 if step < self.loop.num_drafts - 1:
-                    token, hidden, noise_at = int(drawn), after, noise_at + 1
+                    token, hidden = int(drawn), after
                     position, length = min(position + 1, limit - 1), min(length + 1, limit)
             for name, value in zip(end, (drafts, token, position, length, hidden[0].tolist()), strict=True):
                 end[name].append(value)
