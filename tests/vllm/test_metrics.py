@@ -413,19 +413,22 @@ def test_feature_publishes_its_own_counters() -> None:
 def test_errors_of_metrics_stop_no_step(caplog: pytest.LogCaptureFixture, registry: Any) -> None:
     """In the worker, the engine core and the front end. The worker's are counted, and the counts arrive later."""
 
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("planted")
+    def counts(_: Any) -> dict[str, float]:
+        if broken:
+            raise RuntimeError("planted")
+        return {}
 
+    broken = [True]
     session, scheduler, output = CountedSession(), Scheduler(), step_output()
     publisher = session.publisher()
     relay.Relay(scheduler, logging.getLogger("nwor"))
     session.step()
-    failing = [CountedSession(), CountedSession()]
-    publisher.add(failing[0], fails)
+    publisher.add(session, counts)
     publisher.attach(output)
     worker.publishers["runner"] = publisher
     worker.forget("runner")
-    del failing[0], worker.publishers["runner"]
+    broken.clear()
+    worker.publishers.clear()
     front_end(scheduler.update_from_output(None, output))  # without a message
     publisher.attach(output)
     assert front_end(scheduler.update_from_output(None, output))[0].waiting_lora_adapters == {}

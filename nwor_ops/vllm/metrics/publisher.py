@@ -119,10 +119,11 @@ class Publisher:
 
     def forget(self) -> None:
         """Leave out all counts so far: those of vLLM's warm-up, whose outputs reach no engine core. Synchronizes."""
-        self._copies.clear()
-        for source in self._sources:
-            source.warm_up.update(source.totals(exact=True))
+        totals = [source.totals(exact=True) for source in self._sources]
+        for source, counts in zip(self._sources, totals, strict=True):
+            source.warm_up.update(counts)
             source.sent.clear()
+        self._copies.clear()
         self._reported = False
 
     def totals(self) -> Counter[str]:
