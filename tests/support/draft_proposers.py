@@ -1,5 +1,5 @@
 """Compare the drafters of the V1 runner with and without draft graphs, on random batches. Run by
-test_draft_graphs_v1.py:
+test_draft_graphs.py:
 
     TRITON_INTERPRET=1 python draft_proposers.py
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy
 import torch
-from hashing_drafter import BATCHES, LONGEST, MAX_TOKENS, PRIME, ROWS, VOCABULARY, K, attend, scores
+from hashing_drafter import BATCHES, LONGEST, MAX_TOKENS, ROWS, VOCABULARY, K, Model
 from host_loop import FAILED, PADDED, HostLoop, failing
 from interpreter import use_interpreter
 from torch import Tensor
@@ -33,39 +33,6 @@ DRAFT_VOCABULARY = 113
 COLUMNS = LONGEST // BLOCK_SIZE + 2
 FAILING = ("_copy_inputs", "run_first_pass", "_propose")
 NAMES = ("draft.0", "draft.1")
-
-
-class Model(torch.nn.Module):
-    """Two layers of one group, with separate caches."""
-
-    def __init__(self, carries: bool, is_pair: bool, vocabulary: int = VOCABULARY) -> None:
-        torch.nn.Module.__init__(self)  # not super(): subclasses have further bases
-        self.caches = [torch.zeros(BLOCKS * BLOCK_SIZE, dtype=torch.int64) for _ in NAMES]
-        self._carries, self._is_pair, self._vocabulary = carries, is_pair, vocabulary
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, inputs_embeds: None = None, hidden_states: Tensor | None = None
-    ) -> Any:
-        from vllm.forward_context import get_forward_context
-
-        context = get_forward_context()
-        assert (hidden_states is not None) == self._carries
-        before = hidden_states[:, 0].long() if hidden_states is not None else torch.zeros_like(positions)
-        hidden = torch.zeros(len(input_ids), dtype=torch.int64)
-        for name, cache in zip(NAMES, self.caches, strict=True):
-            metadata, slots = context.attn_metadata[name], context.slot_mapping[name]
-            for token, slot in enumerate(slots.tolist()):
-                if slot >= 0:
-                    cache[slot] = (int(input_ids[token]) * 100 + int(positions[token]) + int(before[token]) + 1) % PRIME
-            hidden += attend(metadata, cache, BLOCK_SIZE, len(input_ids))
-        last = hidden[:, None].double()
-        return (last, ((hidden * 17 + before) % 4001)[:, None].double()) if self._is_pair else last
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        return scores(hidden_states[:, 0].long(), self._vocabulary)
-
-    def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states.sum(-1, keepdim=True)
 
 
 class Builder:
@@ -155,7 +122,7 @@ class Side:
         self.drafter: Any = (DraftModelProposer if is_own else EagleProposer)(config, torch.device("cpu"))
         kind = _eagle3_model() if method == "eagle3" else Model
         drafter, vocabulary = self.drafter, DRAFT_VOCABULARY if hetero else VOCABULARY
-        drafter.model = kind(not is_own, method in ("eagle", "eagle3"), vocabulary)
+        drafter.model = kind([BLOCK_SIZE] * len(NAMES), BLOCKS, not is_own, method in ("eagle", "eagle3"), vocabulary)
         if hetero:
             drafter.use_heterogeneous_vocab, drafter.vocab_mapping = True, _vocab_mapping()
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)

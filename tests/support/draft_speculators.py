@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy
 import torch
-from hashing_drafter import BATCHES, LONGEST, MAX_TOKENS, ROWS, VOCABULARY, K, attend, scores
+from hashing_drafter import BATCHES, LONGEST, MAX_TOKENS, ROWS, VOCABULARY, K, Model
 from host_loop import FAILED, PADDED, HostLoop, failing
 from interpreter import use_interpreter
 from torch import Tensor
@@ -34,30 +34,6 @@ class OtherLoopCounts(HostLoop):
     """The loop pads to other request counts than the first pass."""
 
     padded_loop = (1, 3, 5)
-
-
-class Model(torch.nn.Module):
-    """Two layers in two groups with separate caches. The drafter's next token depends on both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.caches = [torch.zeros(BLOCKS * size, dtype=torch.int64) for size in BLOCK_SIZES]
-
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        from vllm.forward_context import get_forward_context
-
-        context = get_forward_context()
-        hidden = torch.zeros(len(input_ids), dtype=torch.int64)
-        for number, (cache, size) in enumerate(zip(self.caches, BLOCK_SIZES, strict=True)):
-            metadata, slots = context.attn_metadata[f"draft.{number}"], context.slot_mapping[f"draft.{number}"]
-            for token, slot in enumerate(slots.tolist()):
-                if slot >= 0:
-                    cache[slot] = int(input_ids[token]) * 100 + int(positions[token]) + 1
-            hidden += attend(metadata, cache, size, len(input_ids))
-        return hidden
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        return scores(hidden_states, VOCABULARY)
 
 
 class Group:
@@ -150,7 +126,7 @@ class Side:
 
         device = torch.device("cpu")
         self.speculator = kind(config, device, *more)
-        self.speculator.model = Model()
+        self.speculator.model = Model(BLOCK_SIZES, BLOCKS)
         self.tables = BlockTables()
         self.target = InputBuffers(ROWS, MAX_TOKENS, device)
         s = self.speculator

@@ -1,4 +1,4 @@
-"""Draft graphs without a GPU: settings, refusals, and a comparison with the drafts of the vLLM speculator.
+"""Draft graphs without a GPU, for both runners: drafts compared with vLLM's, refusals, attaching, captured sizes.
 
 Engines that replay graphs are in tests/gpu/vllm.
 """
@@ -9,16 +9,25 @@ import json
 import logging
 import re
 from collections import Counter
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from draft_configs import MambaSpec, MLAAttentionSpec, engine_config, group
+import torch
+from draft_configs import FullAttentionSpec, MambaSpec, MLAAttentionSpec, engine_config, group
+from engines import Engines, prompts
 from processes import interpreted
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
-from nwor_ops.vllm.draft_graphs.graphs import DUMMY_RUN, GraphedDrafter
+from nwor_ops.vllm.draft_graphs.graphs import (
+    DUMMY_RUN,
+    FAILED,
+    MIXED,
+    TOO_LARGE,
+    GraphedDrafter,
+)
 from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import check_vllm
@@ -26,20 +35,35 @@ from nwor_ops.vllm.support.features import DRAFT_GRAPHS
 from nwor_ops.vllm.support.refusals import Unsupported, check_engine
 
 LOGGER = logging.getLogger("nwor")
+FEWER = "a number of drafts without graphs"
+NEAR = "a request close to the model's length limit"
+RANDOM = "drafts drawn at random"
+V1 = {"use_v2_model_runner": False}
+VANILLA = {"nwor": {"draft_graphs": True, "on_unsupported": "vanilla"}}
+
+
+@pytest.fixture(autouse=True)
+def supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the version and the library be supported ones."""
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    monkeypatch.setattr("nwor_ops.library.loaded_libraries", lambda: (SimpleNamespace(kind="cuda", problem=None),))
+
+
+# ---------------------------------------------------------------- drafts
 
 
 @pytest.mark.long
-def test_drafts_are_those_of_vllm_s_speculator() -> None:
+def test_speculator_drafts_what_vllm_drafts() -> None:
     """Compare real speculators of the installed vLLM on the CPU. Ours runs the bodies of its graphs from the host."""
     said = dict(line.split(" ", 1) for line in interpreted("draft_speculators.py").splitlines())
     for name in ("greedy", "greedy-dynamic", "probabilistic", "probabilistic-dynamic"):
         ran = json.loads(said[name])
         # 40 batches, each run in one of three ways: all of it in "graphs", only the decode loop, or none of it.
         assert set(ran["eager"]) == {
-            "first pass of a batch with prompts, or with fewer drafts in some request",
-            "more requests than the largest graph",
+            MIXED,
+            TOO_LARGE,
+            FAILED,
             "the runner's buffers moved",
-            "draft graphs failed",
         }
         assert ran["replays"]["first_pass"] > 15
         if name in ("greedy", "probabilistic"):
@@ -55,34 +79,50 @@ def test_drafts_are_those_of_vllm_s_speculator() -> None:
     assert first_pass == tokens + requests
 
 
-# ---------------------------------------------------------------- settings
+@pytest.mark.long
+def test_proposers_draft_what_vllm_drafts() -> None:
+    """Compare real drafters of the installed vLLM on the CPU. Ours runs the bodies of its graphs from the host."""
+    lines = [line.split(" ", 1) for line in interpreted("draft_proposers.py").splitlines() if "replays" in line]
+    ran = {name: json.loads(said) for name, said in lines}
+    assert list(ran) == ["draft_model", "eagle", "eagle3", "mtp", "heterogeneous", "one", "probabilistic"]
+    for name, report in ran.items():
+        replays, eager, failed = report["replays"], report["eager"], report["failed"]
+        assert replays["first_pass"] > (5 if name == "probabilistic" else 15)
+        # The decode loop runs after every first pass, except with one draft.
+        passes = replays["first_pass"] + eager[MIXED] - failed["run_first_pass"]
+        assert replays["decode"] == (0 if name == "one" else passes)
+        # 40 batches, each run in one of three ways: all of it in "graphs", only the decode loop, or none of it. Batches
+        # that failed after their first pass ran it twice.
+        assert replays["first_pass"] + sum(eager.values()) == 40 + failed["run_first_pass"] + failed["_propose"]
+        assert {MIXED, TOO_LARGE, FEWER, FAILED} <= set(eager) <= {MIXED, TOO_LARGE, FEWER, FAILED, NEAR, RANDOM}
+        assert (RANDOM in eager) == (name == "probabilistic")
+    assert any(NEAR in report["eager"] for report in ran.values())
 
 
-def test_draft_graphs_want_no_transaction() -> None:
+# ---------------------------------------------------------------- settings and refusals
+
+
+def test_draft_graphs_need_no_transaction() -> None:
     config = NworConfig.load({"nwor": {"draft_graphs": True}}, {})
     assert config.draft_graphs
     assert not config.wants_transaction
     assert NworConfig.load({}, {"VLLM_NWOR_DRAFT_GRAPHS": "1"}) == config
     assert not NworConfig.load({"nwor": {"draft_graphs": True}}, {"VLLM_NWOR_DRAFT_GRAPHS": "0"}).draft_graphs
-    assert NworConfig.load({"nwor": {"mode": "cow"}}, {}).wants_transaction
-    assert not NworConfig.load({}, {}).draft_graphs
-
-
-def test_a_value_that_is_no_switch_is_an_error() -> None:
     with pytest.raises(ValueError, match="draft_graphs must be true or false, got 'yes'"):
         NworConfig.load({"nwor": {"draft_graphs": "yes"}}, {})
 
 
-# ---------------------------------------------------------------- refusals
-
-
-def test_supported_engines_are_not_refused() -> None:
-    for changes in (
+@pytest.mark.parametrize(
+    "changes",
+    [
         {"parallel_config__tensor_parallel_size": 2},
         {"lora_config": object()},
         {"speculative_config__num_speculative_tokens_per_batch_size": [(1, 8, 4)]},
-    ):
-        check_engine(engine_config(**changes), "cuda", DRAFT_GRAPHS)
+        *(V1 | {"speculative_config__method": method} for method in ("draft_model", "eagle", "eagle3", "mtp")),
+    ],
+)
+def test_supported_engines_are_not_refused(changes: dict[str, Any]) -> None:
+    check_engine(engine_config(**changes), "cuda", DRAFT_GRAPHS)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +143,7 @@ def test_supported_engines_are_not_refused() -> None:
         ({"kv_transfer_config": object()}, "KV connectors"),
         ({"offload_config__uva__cpu_offload_gb": 1}, "weight offloading"),
         ({"offload_config__prefetch__offload_group_size": 2}, "weight offloading"),
+        (V1 | {"speculative_config__method": "ngram"}, "speculation by ngram: draft graphs in model runner V1 are"),
     ],
 )
 def test_each_refusal_has_its_sentence(changes: dict[str, Any], because: str) -> None:
@@ -110,12 +151,17 @@ def test_each_refusal_has_its_sentence(changes: dict[str, Any], because: str) ->
         check_engine(engine_config(**changes), "cuda", DRAFT_GRAPHS)
 
 
-def test_a_cpu_has_no_graphs() -> None:
+def test_cpu_has_no_graphs(engines: Engines) -> None:
+    """A vLLM of another version is named first. The transaction is a separate setting."""
     with pytest.raises(Unsupported, match="device cpu: CUDA graphs need CUDA"):
         check_engine(engine_config(), "cpu", DRAFT_GRAPHS)
+    with pytest.raises(RuntimeError, match=r"nwor: vLLM .*draft graphs were asked for"):
+        engines.run(prompts(1), nwor={"draft_graphs": True})
+    result = engines.run(prompts(2), nwor=VANILLA["nwor"] | {"mode": "cow"}, max_tokens=8)
+    assert result["session"]["stats"]["windows"] > 0
 
 
-def test_attention_that_a_graph_cannot_follow_is_refused() -> None:
+def test_other_attention_is_refused() -> None:
     check_attention([[group("FLASH_ATTN")], [], [group("TRITON_ATTN")]])
     for groups, because in (
         ([[group("FLASHINFER")]], "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN"),
@@ -137,94 +183,211 @@ def test_graph_modes() -> None:
             check_graph_mode(CUDAGraphMode[name])
 
 
-def test_other_versions_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm
-
-    for version in ("0.32.0", "0.34.0", "0.330.1"):
-        monkeypatch.setattr(vllm, "__version__", version)
-        with pytest.raises(Unsupported, match=f"vLLM {version} is not supported for draft graphs"):
-            check_vllm(draft_graphs.V2_HOOKS, DRAFT_GRAPHS)
-
-
-def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm
+@pytest.mark.parametrize("hooks", [draft_graphs.V2_HOOKS, draft_graphs.V1_HOOKS])
+def test_versions_and_signatures(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    check_vllm(draft_graphs.V2_HOOKS, DRAFT_GRAPHS)
+    assert [hook.problem() for hook in hooks if hook.problem()] == []
+    check_vllm(hooks, DRAFT_GRAPHS)
     monkeypatch.setattr(StandaloneARSpeculator, "capture", lambda self, more: None)
-    with pytest.raises(Unsupported, match=r"capture takes .*'more'.*, expected \(\)"):
-        check_vllm(draft_graphs.V2_HOOKS, DRAFT_GRAPHS)
+    monkeypatch.setattr(SpecDecodeBaseProposer, "_greedy_sample", lambda self, more: None)
+    with pytest.raises(Unsupported, match=r"(capture|_greedy_sample) takes .*'more'.*, expected \("):
+        check_vllm(hooks, DRAFT_GRAPHS)
+    for version in ("0.32.0", "0.34.0", "0.330.1"):
+        monkeypatch.setattr("vllm.__version__", version)
+        with pytest.raises(Unsupported, match=f"vLLM {version} is not supported for draft graphs"):
+            check_vllm(hooks, DRAFT_GRAPHS)
 
 
-# ---------------------------------------------------------------- patches
+# ---------------------------------------------------------------- patches of the V2 runner
 
 
-def runner_module(name: str = draft_graphs.RUNNER_MODULE) -> Any:
-    module = ModuleType(name)
-    module.init_speculator = lambda vllm_config, device, req_states: "vLLM's"  # type: ignore[attr-defined]
-    return module
+def make_speculator(config: Any, name: str = draft_graphs.RUNNER_MODULE) -> Any:
+    """Create the speculator in a patched module."""
+    module: Any = ModuleType(name)
+    module.init_speculator = original = lambda vllm_config, device, req_states: "vLLM's"
+    for _ in range(2):
+        draft_graphs.patch_runner_module(module, LOGGER)
+    assert (module.init_speculator is original) == (name != draft_graphs.RUNNER_MODULE)
+    return module.init_speculator(config, SimpleNamespace(type="cuda"), None)
 
 
-def make(module: Any, config: Any, device: str = "cuda") -> Any:
-    return module.init_speculator(config, SimpleNamespace(type=device), None)
+@pytest.mark.parametrize(
+    ("changes", "module"),
+    [
+        ({"additional_config": {}}, draft_graphs.RUNNER_MODULE),
+        ({"additional_config": {"nwor": {"mode": "cow"}}}, draft_graphs.RUNNER_MODULE),
+        ({}, draft_graphs.V1_RUNNER_MODULE),
+        ({"additional_config": VANILLA, "parallel_config__data_parallel_size": 2}, draft_graphs.RUNNER_MODULE),
+    ],
+)
+def test_vllm_creates_its_own_speculator(changes: dict[str, Any], module: str, caplog: Any) -> None:
+    """It does without the setting, in the V1 runner's module, and if a refusal is only a warning."""
+    assert make_speculator(engine_config(**changes), module) == "vLLM's"
+    refused = changes.get("additional_config") == VANILLA
+    assert ("draft graphs: not active: data parallelism" in caplog.text) == refused
 
 
-def test_without_the_setting_vllm_s_speculator_is_used() -> None:
-    module = runner_module()
-    draft_graphs.patch_runner_module(module, LOGGER)
-    assert make(module, engine_config(additional_config={})) == "vLLM's"
-    assert make(module, engine_config(additional_config={"nwor": {"mode": "cow"}})) == "vLLM's"
-
-
-def test_patching_twice_patches_once() -> None:
-    module = runner_module()
-    draft_graphs.patch_runner_module(module, LOGGER)
-    once = module.init_speculator
-    draft_graphs.patch_runner_module(module, LOGGER)
-    assert module.init_speculator is once
-
-
-def test_the_v1_runner_s_module_is_left_alone() -> None:
-    module = runner_module("vllm.v1.worker.gpu_model_runner")
-    before = module.init_speculator
-    draft_graphs.patch_runner_module(module, LOGGER)
-    assert module.init_speculator is before
-
-
-def test_refused_at_start_up_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.33.0")
-    module = runner_module()
-    draft_graphs.patch_runner_module(module, LOGGER)
+def test_refusal_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"^nwor: speculation by eagle: .*VLLM_NWOR_ON_UNSUPPORTED=vanilla"):
-        make(module, engine_config(speculative_config__method="eagle"))
-
-
-def test_a_missing_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = (
-        SimpleNamespace(kind="cpu", problem=None),
-        SimpleNamespace(kind="cuda", problem="libnwor_cuda.so is missing"),
-    )
-    monkeypatch.setattr("nwor_ops.library.loaded_libraries", lambda: found)
-    monkeypatch.setattr("vllm.__version__", "0.33.0")
-    module = runner_module()
-    draft_graphs.patch_runner_module(module, LOGGER)
+        make_speculator(engine_config(speculative_config__method="eagle"))
+    missing = SimpleNamespace(kind="cuda", problem="libnwor_cuda.so is missing")
+    monkeypatch.setattr("nwor_ops.library.loaded_libraries", lambda: (missing,))
     with pytest.raises(RuntimeError, match=r"^nwor: libnwor_cuda.so is missing \(draft graphs were asked for"):
-        make(module, engine_config())
+        make_speculator(engine_config())
 
 
-def test_refused_and_vanilla_on_request(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.33.0")
-    module = runner_module()
-    draft_graphs.patch_runner_module(module, LOGGER)
-    settings = {"nwor": {"draft_graphs": True, "on_unsupported": "vanilla"}}
-    config = engine_config(parallel_config__data_parallel_size=2, additional_config=settings)
-    assert make(module, config) == "vLLM's"
+# ---------------------------------------------------------------- patches of the V1 runner
+
+
+class Runner(SimpleNamespace):
+    """The parts of the runner that draft graphs use."""
+
+    def capture_model(self) -> int:
+        self.captured = True
+        return 5
+
+
+def proposer_of(runner: Any) -> Any:
+    [found] = [proposer for proposer in draft_graphs._proposers if proposer.runner is runner]
+    return found
+
+
+def make_runner(drafter: Any, **changes: Any) -> Any:
+    from vllm.config.compilation import CUDAGraphMode
+
+    table = SimpleNamespace(block_table=SimpleNamespace(gpu=torch.zeros(4, 8, dtype=torch.int32)))
+    runner = Runner(
+        vllm_config=engine_config(use_v2_model_runner=False),
+        device=SimpleNamespace(type="cuda"),
+        speculative_config=object(),
+        drafter=drafter,
+        cudagraph_dispatcher=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
+        input_batch=SimpleNamespace(block_table=[table]),
+        _freeze_gc=nullcontext,
+    )
+    vars(runner).update(changes)
+    return runner
+
+
+def speculation(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{"num_speculative_tokens": 3, "enforce_eager": None, "num_speculative_tokens_per_batch_size": None} | changes
+    )
+
+
+def make_drafter(kind: str = "eagle", **changes: Any) -> Any:
+    """Create a drafter of vLLM with the attributes that are read before it runs."""
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    class_ = {"eagle": EagleProposer, "dflash": DFlashProposer}[kind]
+    drafter: Any = class_.__new__(class_)
+    vars(drafter).update(
+        vllm_config=engine_config(use_v2_model_runner=False),
+        device=torch.device("cpu"),
+        speculative_config=speculation(),
+        parallel_drafting=False,
+        constant_draft_positions=False,
+        uses_mrope=False,
+        supports_mm_inputs=False,
+        _share_mtp_indices=False,
+        draft_attn_groups=[group("FLASH_ATTN", FullAttentionSpec)],
+        net_num_new_slots_per_request=0,
+        max_batch_size=4,
+        max_num_tokens=16,
+        max_model_len=64,
+        kv_cache_gid=0,
+        pass_hidden_states_to_model=True,
+        input_ids=torch.zeros(16, dtype=torch.int32),
+        positions=torch.zeros(16, dtype=torch.int64),
+        hidden_states=torch.zeros(16, 2),
+        **changes,
+    )
+    return drafter
+
+
+def attach(runner: Any) -> None:
+    draft_graphs.attach(runner, draft_graphs.V1_RUNNER_MODULE, LOGGER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "because"),
+    [
+        ({"parallel_drafting": True}, "parallel drafting has one pass"),
+        ({"constant_draft_positions": True}, "its positions do not advance"),
+        ({"uses_mrope": True}, "it has M-RoPE"),
+        ({"supports_mm_inputs": True}, "it takes embeddings of images"),
+        ({"_share_mtp_indices": True}, "its steps share the indices of the first"),
+        ({"speculative_config": speculation(enforce_eager=True)}, "speculative_config has enforce_eager"),
+        (
+            {"speculative_config": speculation(num_speculative_tokens_per_batch_size=[(1, 8, 3)])},
+            "its number of drafts is dynamic",
+        ),
+        (
+            {"draft_attn_groups": [group("FLASHINFER")]},
+            "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN are supported",
+        ),
+    ],
+)
+def test_other_drafters_are_refused(changes: dict[str, Any], because: str) -> None:
+    drafter = make_drafter()
+    vars(drafter).update(changes)
+    with pytest.raises(RuntimeError, match=f"^nwor: .*{because}.*draft graphs were asked for"):
+        attach(make_runner(drafter))
+    assert "propose" not in vars(drafter)
+
+
+def test_other_classes_and_modes_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.config.compilation import CUDAGraphMode
+
+    with pytest.raises(RuntimeError, match="draft graphs in model runner V1: the drafter is a DFlashProposer"):
+        attach(make_runner(make_drafter("dflash")))
+    dispatcher = SimpleNamespace(cudagraph_mode=CUDAGraphMode.PIECEWISE)
+    with pytest.raises(RuntimeError, match="cudagraph_mode PIECEWISE: draft graphs follow the target"):
+        attach(make_runner(make_drafter(), cudagraph_dispatcher=dispatcher))
+    config = engine_config(**V1, parallel_config__data_parallel_size=2, additional_config=VANILLA)
+    drafter = make_drafter()
+    attach(make_runner(drafter, vllm_config=config))
     assert "draft graphs: not active: data parallelism" in caplog.text
+    assert "propose" not in vars(drafter)
 
 
-def test_hooks_match_this_vllm() -> None:
-    assert [hook.problem() for hook in draft_graphs.V2_HOOKS if hook.problem()] == []
+def test_new_cache_gets_a_new_loop() -> None:
+    """When the cache is bound again, the drafter gets a new loop around vLLM's own methods."""
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    drafter = make_drafter()
+    runner = make_runner(drafter)
+    attach(runner)
+    first = proposer_of(runner)
+    assert first.report().captured == {"first_pass": [], "decode": []}
+    assert [(patch.owner is drafter, patch.name) for patch in first.patches] == [
+        (True, "propose"),
+        (False, "capture_model"),
+    ]
+    attach(runner)
+    second = proposer_of(runner)
+    assert second is not first
+    assert [patch.original.__func__ for patch in second.patches if patch.owner is drafter] == [EagleProposer.propose]
+    assert list(draft_graphs._proposers) == [second]
+    assert first.graphs is None
+    second.detach()
+    assert drafter.propose.__func__ is EagleProposer.propose
+    assert runner.capture_model() == 5
+
+
+def test_other_runners_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER.name)
+    drafter = make_drafter()
+    runner = make_runner(drafter)
+    draft_graphs.attach(runner, draft_graphs.RUNNER_MODULE, LOGGER)
+    attach(make_runner(drafter, vllm_config=engine_config(additional_config={})))
+    assert caplog.messages == []
+    attach(make_runner(drafter, speculative_config=None))
+    assert caplog.messages == ["nwor: draft graphs: not active: the engine does not speculate"]
+    assert "propose" not in vars(drafter)
 
 
 # ---------------------------------------------------------------- captured sizes
@@ -243,7 +406,6 @@ def test_hooks_match_this_vllm() -> None:
     ],
 )
 def test_captured_request_counts(sizes: list[int], rows: int, tokens: int, first: list[int], decode: list[int]) -> None:
-
     keys = capture_keys([4] * (rows + 1), sizes, tokens)
     assert keys == ({4: (first, decode)} if first or decode else {})
     # One draft: only a first pass.
@@ -272,7 +434,7 @@ def capture_keys(schedule: list[int], sizes: list[int], tokens: int) -> dict[int
     }
 
 
-def test_captured_request_counts_of_a_dynamic_number_of_drafts() -> None:
+def test_captured_counts_of_dynamic_drafts() -> None:
     """A first pass covers all batches that had at most this many requests, because some requests may have ended.
 
     A loop covers the counts to which its batches are padded. Nothing is captured if only a first pass runs.
@@ -292,6 +454,30 @@ def test_captured_request_counts_of_a_dynamic_number_of_drafts() -> None:
         1: ([9, 8, 3], []),
         0: ([5], []),
     }
+
+
+def test_captured_keys_of_a_proposer() -> None:
+    """The target's sizes count K + 1 = 4 tokens per request. The compiled model takes at most 16.
+
+    If no size holds a batch, vLLM captures its graphs, and the drafter's are refused.
+    """
+
+    def proposer(*sizes: int) -> tuple[Any, Any]:
+        drafter = make_drafter()
+        drafter.vllm_config.compilation_config = SimpleNamespace(
+            cudagraph_capture_sizes=list(sizes), max_cudagraph_capture_size=max(sizes)
+        )
+        runner = make_runner(drafter)
+        attach(runner)
+        return runner, proposer_of(runner)
+
+    _, found = proposer(4, 8, 16, 24)
+    keys = [(key.num_reqs, key.query_len) for keys in found.capture_keys().values() for key in keys]
+    assert keys == [(4, 4), (2, 4), (1, 4), (4, 1), (2, 1), (1, 1)]
+    runner, _ = proposer(1, 2)
+    with pytest.raises(RuntimeError, match=r"cudagraph_capture_sizes \[1, 2\]: none holds a batch of 4 tokens"):
+        runner.capture_model()
+    assert runner.captured
 
 
 # ---------------------------------------------------------------- counters

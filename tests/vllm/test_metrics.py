@@ -437,7 +437,6 @@ def test_errors_of_metrics_stop_no_step(caplog: pytest.LogCaptureFixture, regist
     output._nwor_message = "no message"
     front_end(scheduler.update_from_output(None, output))
     scheduler._outputs = lambda: None
-    Scheduler.update_from_output(scheduler, None, output)
     scheduler.update_from_output(None, output)
     assert [record.getMessage().split(":")[1] for record in caplog.records] == [
         " sending counters failed", " leaving out the warm-up failed", " no feature is active",

@@ -200,13 +200,6 @@ class GraphedProposer(GraphedDrafter):
             current_draft_step=zeros(dtype=torch.int64),
             hidden_states=drafter.hidden_states if drafter.pass_hidden_states_to_model else None,
         )
-        self.buffers.register(
-            block_table=self.block_table,
-            num_rejected=self.num_rejected,
-            last_token_indices=self.last_token_indices,
-            first_pass_lens=self.first_pass_lens,
-            slot_mapping=drafter._slot_mapping_buffer,
-        )
 
     def _capture_pool(self) -> Any:
         """Return the memory pool of our graphs.

@@ -219,7 +219,6 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             draft_tokens=self.draft_tokens,
             current_draft_step=self.current_draft_step,
         )
-        buffers.register(**self._registered())
         return DraftLoop(
             self._forward,
             lambda key, output: self.sample_rows(key.num_reqs, output, self.input_buffers.positions[: key.num_reqs]),
@@ -230,21 +229,6 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             first_pass=ExpandedFirstPass(self),
             pool=pool,
         )
-
-    def _registered(self) -> dict[str, Tensor]:
-        """Return the tensors that the graphs read in addition to the loop's own buffers."""
-        tensors = {
-            **{f"target_{name}": getattr(self.target_input_buffers, name) for name in _TARGET_INPUTS},
-            "last_sampled": self.last_sampled,
-            "num_rejected": self.num_rejected,
-            "expanded_input_ids": self.expanded_input_ids,
-            "expanded_positions": self.expanded_positions,
-            "expanded_slot_mappings": self.expanded_slot_mappings,
-            "last_token_indices": self.last_token_indices,
-            "temperature": self.temperature,
-            "seeds": self.seeds,
-        }
-        return tensors if self.draft_logits is None else tensors | {"draft_logits": self.draft_logits}
 
     def capture_keys(self) -> dict[int, list[GraphKey]]:
         """Return the keys to capture, by number of drafts: first passes over that number, and loops that make that
