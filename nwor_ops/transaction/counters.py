@@ -166,9 +166,9 @@ def stats() -> EngineStats:
     An engine core in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) is read directly. Its numbers are exact, and
     the call synchronizes with the device.
 
-    An engine core in another process sends its numbers with the outputs of its steps. The numbers of a step on a GPU
-    arrive with the output of the next step. They stay after that process has ended. With ``emit_metrics`` off such
-    engines are not counted.
+    An engine core in another process sends its numbers with the outputs of its steps, at most ten times a second. The
+    numbers of the last steps arrive with the next request. They stay after that process has ended. With
+    ``emit_metrics`` off such engines are not counted.
 
     Returns:
         The totals. They are zeros if no engine with the plugin was started.

@@ -15,6 +15,7 @@ from nwor_ops.vllm.metrics.publisher import MESSAGE, Publisher
 
 def windows_sent(publisher: Publisher) -> int:
     """Return the number of windows in the message on the next output."""
+    publisher._next = 0.0
     output: Any = step_output()
     publisher.attach(output)
     return json.loads(getattr(output, MESSAGE, '{"counts": {}}'))["counts"].get("windows", 0)

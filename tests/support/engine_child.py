@@ -46,6 +46,7 @@ from engine_ranks import counters, second_node, serve_ranks
 from prefill_engine import PrefillEngine, transfer_of
 
 from nwor_ops.testing.ports import free_port
+from nwor_ops.vllm.metrics.publisher import PERIOD
 
 MOST_STEPS = 4000
 MOST_RESETS = 200
@@ -146,6 +147,7 @@ def _run_alone(
     if pipeline_ranks * job["engine"].get("tensor_parallel_size", 1) > 1:
         # In these steps the last windows of pipeline ranks are settled, and the last counts arrive.
         for number in range(2 * pipeline_ranks):
+            time.sleep(2 * PERIOD)
             serve_short_one(llm, f"last-{number}")
     result["counters"] = counters()
     result["workers"] = llm.collective_rpc(describe_worker)

@@ -72,6 +72,7 @@ def serve_ranks(
         together = await asyncio.gather(*(answer("together", index) for index in range(len(requests))))
         result["rounds"] = [alone, together]
         result["run_seconds"] = round(time.monotonic() - started, 1)
+        await asyncio.sleep(1)
         for rank in range(ranks):  # the outputs of these requests bring the last counts
             short = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
             prompt: Any = {"prompt_token_ids": [3, 4, 5]}

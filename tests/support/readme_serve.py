@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from processes import ROOT
 
 from nwor_ops.config import is_ours
 from nwor_ops.testing import server as serving
+from nwor_ops.vllm.metrics.publisher import PERIOD
 
 # What the README's words stand for.
 PLACEHOLDERS = ("MODEL", "DRAFT")
@@ -120,6 +122,7 @@ class Server(serving.Server):
 
     def metrics_at_rest(self) -> dict[str, float]:
         """Return the metrics after all steps. One more request brings the counts of the last one."""
+        time.sleep(2 * PERIOD)
         self.complete([3, 4, 5], max_tokens=1)
         return asyncio.run(metrics_at_rest(lambda: asyncio.to_thread(self.metrics)))
 

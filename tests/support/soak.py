@@ -246,6 +246,7 @@ async def watch_memory(process: int, seconds: float) -> list[dict[str, float | N
 
 async def totals(target: Target) -> dict[str, float]:
     """Return the totals of an engine that has no requests any more."""
+    await asyncio.sleep(1)
     await target.answer([3, 4, 5], 1)  # its output brings the last counts
     found = await metrics_at_rest(target.metrics)
     return {name: found[name] for name in found if WATCHED.match(name) and not name.endswith("_created")}

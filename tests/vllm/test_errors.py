@@ -12,6 +12,7 @@ import logging
 import os
 import pathlib
 import re
+import time
 from collections import Counter
 from typing import Any
 
@@ -70,6 +71,7 @@ def _job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
 
     import nwor_ops
     from nwor_ops.vllm.metrics import relay
+    from nwor_ops.vllm.metrics.publisher import PERIOD
     from nwor_ops.vllm.transaction.session import Step
 
     llm = LLM(**settings)
@@ -82,6 +84,8 @@ def _job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
     planted.remove()
     during, vanilla_steps = session.stats(), dict(session.vanilla_steps)
     rounds.append(_run_requests(llm, requests, sampling, {}))
+    time.sleep(2 * PERIOD)
+    _run_requests(llm, requests[:1], [_sampling(0, 0.0, 1)], {})  # its output brings the last counts
     [received] = relay._received.values()
     exact = nwor_ops.stats()
     alive = planted.alive()  # collects garbage

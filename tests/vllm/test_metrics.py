@@ -228,6 +228,8 @@ def _llm_job(variables: dict[str, str], arguments: dict[str, Any]) -> dict[str, 
     for abort in ({5: ["1"], 9: ["2", "3"], 20: ["6"]}, {}):
         requests = prompts(8, seed=len(stats))
         _run_requests(llm, requests, [_sampling(index, 0.0, 80) for index in range(len(requests))], abort)
+        time.sleep(2 * worker.PERIOD)
+        _run_requests(llm, requests[:1], [_sampling(0, 0.0, 1)], {})  # its output brings the last counts
         stats.append(nwor_ops.stats().as_dict())
     return {
         "stats": stats,
@@ -270,6 +272,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
         original = getattr(prometheus_client, name)
         monkeypatch.setattr(prometheus_client, name, lambda *a, kind=original, **k: kind(*a, **k, registry=made))
     monkeypatch.setattr(relay, "_received", {})
+    monkeypatch.setattr(worker, "PERIOD", 0.0)
     monkeypatch.setattr(worker, "publishers", {})
     monkeypatch.setattr(relay, "publishers", worker.publishers)
     module: Any = inspect.getmodule(front_end.__globals__["pickle"])
@@ -387,9 +390,16 @@ def test_engines_are_added_up(registry: Any) -> None:
     assert (family.type, family.documentation) == ("counter", METRICS["windows"][1])
 
 
-def test_unchanged_counts_send_nothing() -> None:
-    publisher = CountedSession().publisher()
-    for sent in (True, False):
+def test_few_outputs_have_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with news, ten times a second."""
+    session, now = CountedSession(), 100.0
+    publisher = session.publisher()
+    monkeypatch.setattr(worker, "PERIOD", 0.1)
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now)
+    for steps, seconds, sent in ((0, 0.0, True), (1, 0.09, False), (0, 0.02, True), (0, 0.2, False), (1, 0.0, True)):
+        now += seconds
+        for _ in range(steps):
+            session.step()
         output = step_output()
         publisher.attach(output)
         assert hasattr(output, worker.MESSAGE) is sent

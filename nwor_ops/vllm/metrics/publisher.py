@@ -1,8 +1,9 @@
 """Send the counts of an engine from its worker to the engine core.
 
-vLLM carries the output of each step from the worker that samples to the engine core. A :class:`Publisher` puts the
-increments since its last message on this output. The counters of a kernel are copied to pinned memory after each step,
-and are read when a later step finds that the copy has arrived. Nothing waits for the device.
+vLLM carries the output of each step from the worker that samples to the engine core. At most ten times a second a
+:class:`Publisher` puts the increments since its last message on this output. The counters of a kernel are copied to
+pinned memory after each step, and are read when a later step finds that the copy has arrived. Nothing waits for the
+device.
 
 A feature adds its counters with :func:`publish_counters` when the engine's cache is bound::
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +31,7 @@ from nwor_ops.vllm.metrics.names import by_reason
 
 MESSAGE = "_nwor_message"  # attribute of a ModelRunnerOutput
 _OUTPUT = ("model_runner_output", "_model_runner_output")  # with async scheduling: where the ModelRunnerOutput is
+PERIOD = 0.1  # seconds between two messages
 _patches = Patches("publisher")
 
 publishers: weakref.WeakKeyDictionary[Any, Publisher] = weakref.WeakKeyDictionary()  # by runner
@@ -99,6 +102,7 @@ class Publisher:
         self._copies: deque[tuple[Any, list[tuple[_Source, Tensor]]]] = deque()  # with the event of their arrival
         self._ended: Counter[str] = Counter()  # counts of owners that no longer exist
         self._reported = False
+        self._next = 0.0  # time of the next message
         self.add(self, lambda publisher: by_reason("errors", publisher.errors.counts))
 
     def add(
@@ -124,7 +128,7 @@ class Publisher:
             source.warm_up.update(counts)
             source.sent.clear()
         self._copies.clear()
-        self._reported = False
+        self._reported, self._next = False, 0.0
 
     def totals(self) -> Counter[str]:
         """Return the exact counts. Synchronizes with the device."""
@@ -140,10 +144,10 @@ class Publisher:
                 output = getattr(output, name, output)
             if self._sends and getattr(output, "req_ids", None):
                 self._copy()
-                message = self._message()
-                if message:
+                now = time.monotonic()
+                if now >= self._next and (message := self._message()):
                     setattr(output, MESSAGE, json.dumps(message))
-                    self._reported = True
+                    self._reported, self._next = True, now + PERIOD
 
     def _copy(self) -> None:
         """Start to copy the counters of this step, and read the copies that have arrived."""

@@ -102,6 +102,7 @@ def test_counters_at_metrics(engines: Any, record: dict[str, Any]) -> None:
             body = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
             answer = json.loads(_get(f"{address}/v1/completions", body))
             assert answer["usage"]["completion_tokens"] == 40
+        time.sleep(1)
         body |= {"prompt": [3, 4, 5], "max_tokens": 1}
         _get(f"{address}/v1/completions", body)  # its output brings the last counts
         text = _get(f"{address}/metrics")
