@@ -67,10 +67,6 @@ class Server:
             )
 
     @property
-    def process_id(self) -> int:
-        return self._process.pid
-
-    @property
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")
 

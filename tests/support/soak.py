@@ -162,7 +162,7 @@ class OverHttp(Target):
         return await asyncio.to_thread(self._server.metrics)
 
     def process(self) -> int:
-        return self._server.process_id
+        return self._server._process.pid
 
     async def close(self) -> None:
         await self._session.close()
