@@ -1,6 +1,6 @@
-"""Draw the results of the H200 as pictures: docs/h200.png, docs/draft_graphs.png, docs/hybrid.png.
+"""Draw the results of the H200 as pictures: docs/draft_graphs.png and docs/hybrid.png.
 
-python benchmarks/picture.py [h200] [draft_graphs] [hybrid]
+python benchmarks/picture.py [draft_graphs] [hybrid]
 """
 
 from __future__ import annotations
@@ -10,25 +10,11 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from results import FOLDER, read
 
-SHAPES = ("1x4", "16x4", "64x4", "256x4", "64x16", "256x8")
-CACHES = {
-    "cow_transaction": "bf16, head size 128",
-    "cow_transaction_fp8": "fp8",
-    "cow_transaction_d64": "bf16, head size 64",
-    "cow_transaction_d256": "bf16, head size 256",
-}
-REQUESTS = (1, 16, 64)
 DOCS = FOLDER.parent.parent / "docs"
-ENGINES = {
-    "e2e_cow": "cow, bf16",
-    "e2e_cow_fp8": "cow, fp8",
-    "e2e_stage": "stage, bf16",
-}
 DRAFTERS = {
     "tok_s_draft_model": ("draft model, draft graphs in V2", "-o"),
     "tok_s_draft_model_v1": ("draft model, draft graphs in V1", "-s"),
@@ -38,46 +24,13 @@ DRAFTERS = {
     "tok_s_no_speculation": ("no speculation, V2", ":x"),
 }
 HYBRIDS = {
-    "tok_s_recurrent_beside_bfloat16": ("one state, K = 3", "-o"),
+    "tok_s_recurrent_beside_bfloat16": ("recurrent, K = 3", "-o"),
     "tok_s_bfloat16": ("vanilla's best: bfloat16 states, K = 3", "--s"),
     "tok_s_default": ("vanilla's default, K = 3", "--o"),
-    "tok_s_recurrent_beside_drafts_0": ("one state with a ring, no drafts", "-x"),
+    "tok_s_recurrent_beside_drafts_0": ("recurrent, chunk form, no drafts", "-x"),
     "tok_s_drafts_0": ("vanilla's default, no drafts", ":x"),
-    "chunk_tok_s_recurrent_beside_bfloat16": ("one state, chunk form, K = 3 (another run)", "-^"),
+    "chunk_tok_s_recurrent_beside_bfloat16": ("recurrent, chunk form, K = 3 (another run)", "-^"),
 }
-TARGET_STYLE = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
-
-
-def draw(axes: Axes, found: Mapping[str, dict[str, Any]], series: dict[str, str], places: tuple[Any, ...]) -> None:
-    """Draw a group of bars for each place, with one bar per series and its quartiles."""
-    width = 0.8 / len(series)
-    for number, (prefix, label) in enumerate(series.items()):
-        chosen = [found[f"{prefix}/{place}"] for place in places]
-        values = [row["value"] for row in chosen]
-        errors = [[abs(row["value"] - row["spread"][end]) for row in chosen] for end in (0, 1)]
-        x = [place + (number - (len(series) - 1) / 2) * width for place in range(len(places))]
-        axes.bar(x, values, width, yerr=errors, label=label, error_kw={"linewidth": 0.8})
-    axes.set_xticks(range(len(places)), [str(place) for place in places])
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-
-
-def draw_engines() -> None:
-    figure = Figure(figsize=(7, 6.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    kernels, engine = figure.subplots(2, 1)  # below each other, for phones
-    draw(kernels, read("h200", "cow_transaction"), CACHES, SHAPES)
-    kernels.axhline(1.0, **TARGET_STYLE)
-    kernels.set_title("the whole transaction over vLLM's plain writes, 32 layers (lower is better)", fontsize=10)
-    kernels.set_xlabel("requests x drafts")
-    names = ("gpu_engine", "gpu_engine_fp8", "gpu_engine_stage")
-    draw(engine, ChainMap(*(read("h200", name) for name in names)), ENGINES, REQUESTS)
-    for target in (0.998, 0.995):
-        engine.axhline(target, **TARGET_STYLE)
-    engine.set_ylim(0.9, 1.08)
-    engine.set_title("vLLM's output tok/s, on over off (higher is better)", fontsize=10)
-    engine.set_xlabel("requests")
-    figure.savefig(DOCS / "h200.png", dpi=110)
 
 
 def draw_lines(
@@ -113,15 +66,15 @@ def draw_drafters() -> None:
 
 
 def draw_hybrid() -> None:
-    """Draw a hybrid model with one state per request and with vLLM's states, with and without drafts."""
+    """Draw a hybrid model with recurrent on and off, with and without drafts."""
     chunk = {f"chunk_{name}": row for name, row in read("h200", "gpu_hybrid_chunk").items()}
-    found = ChainMap(read("h200", "gpu_hybrid"), read("h200", "gpu_hybrid_without_drafts_ring"), chunk)
+    found = ChainMap(read("h200", "gpu_hybrid"), read("h200", "gpu_hybrid_without_drafts_chunk"), chunk)
     draw_lines(
         "hybrid", found, HYBRIDS, "Qwen3.5-9B's shape, 36 GiB of cache; with drafts: 2.5 tokens a step", "linear"
     )
 
 
-PICTURES = {"h200": draw_engines, "draft_graphs": draw_drafters, "hybrid": draw_hybrid}
+PICTURES = {"draft_graphs": draw_drafters, "hybrid": draw_hybrid}
 
 
 def main() -> None:

@@ -1,14 +1,11 @@
 """Compare gated_delta_verify with vLLM's kernels, which store the state after every token: microseconds per layer.
 
-    PYTHONPATH=path/to/vllm/tree python benchmarks/recurrent_kernel.py [--folder FOLDER]
-    python benchmarks/recurrent_kernel.py [--folder FOLDER] --ring-rows 4 6 8 12
-    python benchmarks/recurrent_kernel.py [--folder FOLDER] --chunk 16
-    python benchmarks/recurrent_kernel.py [--folder FOLDER] --decode --ring-rows 6 --chunk 16
+    python benchmarks/recurrent_kernel.py [--folder FOLDER]                # K = 1, 3, 7 over vLLM's kernels
+    python benchmarks/recurrent_kernel.py [--folder FOLDER] --chunk 16     # the chunk form over the exact form
+    python benchmarks/recurrent_kernel.py [--folder FOLDER] --decode       # both forms over vLLM's decode kernel
 
-The first form needs vLLM: its Triton kernel, and its compiled core (of the installed vLLM, or of VLLM_CORE). It takes
-under two minutes. The other forms compare only our kernels: the second with rings of these numbers of rows, and without
-a ring. The third form adds the chunk form (`chunk16`), in its shortest ring. The fourth form has only windows of one
-token, and compares our kernels with vLLM's decode kernel. It needs an installed vLLM.
+The first and the last form need vLLM: its Triton kernels, and its compiled core (of the installed vLLM, or of
+VLLM_CORE). Each takes under two minutes.
 
 The layers have Qwen3-Next's shape: 16 key heads and 32 value heads of 128 x 128. There are 36 layers, or fewer if
 vLLM's K + 1 states of each do not fit, and each has its own states and inputs. All requests have a window of K + 1
@@ -19,10 +16,8 @@ replay 512 MB are read, so that no state is left in L2 and the GPU is busy while
 `triton` is `fused_sigmoid_gating_delta_rule_update`. `cuda` is `fused_gdn_decode_post_conv_mtp`, which ends with the
 gated norm, as ours does with `norm`. `decode` is `fused_recurrent_gated_delta_rule_packed_decode`, which keeps one
 state and has no drafts. `copy` copies the bytes of a layer's states. A ratio is the time of the first variant divided
-by that of the second.
-
-A ring is filled differently for each request, so each step stores the states of as many requests as the next one. Rings
-shorter than a window are left out. The same holds for chunks: each request is at another row of its chunk.
+by that of the second. In the chunk form each request is at another row of its chunk, so each step stores the states of
+as many requests as the next one.
 """
 
 from __future__ import annotations
@@ -30,11 +25,12 @@ from __future__ import annotations
 import argparse
 import pathlib
 from collections.abc import Callable
+from itertools import product
 
 import torch
-from cow_transaction import alternating_on_gpu, captured
 from results import FOLDER, Row, ratios, row, save, this_machine
 from torch import Tensor
+from transaction_kernels import alternating_on_gpu, captured
 from vllm_kernels import load_core, recurrent_update
 
 from nwor_ops import ops
@@ -43,7 +39,7 @@ DEVICE = "cuda"
 KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128
 MOST_LAYERS, ROUNDS, READ_BYTES = 36, 12, 2**29
 REQUESTS, DRAFTS = (1, 16, 64, 128), (1, 3, 7)
-RING_REQUESTS, RING_DRAFTS = (16, 64, 128), (0, 1, 3, 7)
+CHUNK_REQUESTS, CHUNK_DRAFTS, CHUNK = (16, 64, 128), (0, 1, 3, 7), 16
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TRITON_TARGETS = {("fp32", 16, 3): 0.48, ("fp32", 64, 3): 0.42, ("fp32", 128, 3): 0.42}
 CUDA_TARGETS = {("fp32", 16, 3): 0.58, ("fp32", 64, 3): 0.53, ("fp32", 128, 3): 0.53, ("bf16", 128, 1): 1.0}
@@ -76,15 +72,14 @@ class Case:
         q, k, v = self.packed[layer].split(self.widths, -1)
         return tuple(part.unflatten(-1, (-1, WIDTH)) for part in (q, k, v))
 
-    def ours(
-        self, ring: int = 0, norms: tuple[bool, ...] = (False, True), chunk: int = 0
-    ) -> dict[str, Callable[[], None]]:
+    def ours(self, norms: tuple[bool, ...] = (False, True), chunk: int = 0) -> dict[str, Callable[[], None]]:
         slots, rows = self.requests + 1, self.rows
+        ring = chunk + rows - 1 if chunk else 0
         halves, all_rows = (1, ring + rows) if ring else (2, rows)
         plan = torch.zeros(self.requests, 4, dtype=torch.int32, device=DEVICE)
         cursors = torch.zeros(slots, 3 if ring else 2, dtype=torch.int32, device=DEVICE)
         if ring:  # a window of each request, behind some accepted rows
-            cursors[:, 0], cursors[:, 2] = rows, torch.arange(slots) % (chunk or ring - rows + 1)
+            cursors[:, 0], cursors[:, 2] = rows, torch.arange(slots) % chunk
         window_id = torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -109,7 +104,7 @@ class Case:
                     ring_rows=ring, chunk=chunk,
                 )  # fmt: skip
 
-        name = f"chunk{chunk}" if chunk else f"ring{ring}" if ring else "ours"
+        name = f"chunk{chunk}" if chunk else "ours"
         return {f"{name}_norm" if norm else name: captured(lambda norm=norm: run(norm)) for norm in norms}
 
     def theirs(self, update: Callable[..., object]) -> dict[str, Callable[[], None]]:
@@ -176,20 +171,13 @@ def case_rows(name: str, requests: int, drafts: int, update: Callable[..., objec
     ]
 
 
-def ring_case_rows(
-    kind: str, name: str, requests: int, drafts: int, rings: list[int], chunk: int, read: Tensor
-) -> list[Row]:
+def chunk_rows(kind: str, name: str, requests: int, drafts: int, read: Tensor) -> list[Row]:
     case = Case(requests, drafts, STATES[name])
-    variants = case.ours(norms=(False,))
+    variants = case.ours(norms=(False,)) | case.ours(norms=(False,), chunk=CHUNK)
     base = "ours"
     if kind == "recurrent_decode":
         variants |= case.their_decode()
         base = "decode"
-    for ring in rings:
-        if ring > drafts:
-            variants |= case.ours(ring, norms=(False,))
-    if chunk:
-        variants |= case.ours(chunk + drafts, norms=(False,), chunk=chunk)
     calls = alternating_on_gpu(variants, ROUNDS, lambda: read.sum())
     samples = {variant: [time / case.layers for time in times] for variant, times in calls.items()}
     prefix = f"{kind}/{name}/{requests}x{drafts}"
@@ -203,28 +191,24 @@ def ring_case_rows(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="folder of the results")
-    parser.add_argument("--ring-rows", type=int, nargs="+", default=[], help="compare rings with no ring")
-    parser.add_argument("--chunk", type=int, default=0, choices=[0, 16], help="compare the chunk form too")
+    parser.add_argument("--chunk", type=int, choices=[CHUNK], help="compare the chunk form with the exact form")
     parser.add_argument("--decode", action="store_true", help="no drafts: compare with vLLM's decode kernel")
     options = parser.parse_args()
     torch.manual_seed(0)
     read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device=DEVICE)
     rows: list[Row] = []
-    if options.ring_rows or options.chunk or options.decode:
-        kind = "recurrent_decode" if options.decode else "recurrent_chunk" if options.chunk else "recurrent_ring"
-        for name in STATES:
-            for requests in RING_REQUESTS:
-                for drafts in (0,) if options.decode else RING_DRAFTS:
-                    rows += ring_case_rows(kind, name, requests, drafts, options.ring_rows, options.chunk, read)
-                    torch.cuda.empty_cache()
+    if options.chunk or options.decode:
+        kind = "recurrent_decode" if options.decode else "recurrent_chunk"
+        for name, requests in product(STATES, CHUNK_REQUESTS):
+            for drafts in (0,) if options.decode else CHUNK_DRAFTS:
+                rows += chunk_rows(kind, name, requests, drafts, read)
+                torch.cuda.empty_cache()
         return save(this_machine(), kind, rows, options.folder)
     load_core()
     update = recurrent_update()
-    for name in STATES:
-        for requests in REQUESTS:
-            for drafts in DRAFTS:
-                rows += case_rows(name, requests, drafts, update, read)
-                torch.cuda.empty_cache()
+    for name, requests, drafts in product(STATES, REQUESTS, DRAFTS):
+        rows += case_rows(name, requests, drafts, update, read)
+        torch.cuda.empty_cache()
     return save(this_machine(), "recurrent_kernel", rows, options.folder)
 
 

@@ -17,8 +17,7 @@ import re
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -195,21 +194,6 @@ def show(rows: list[Row]) -> None:
     for r in rows:
         goal = "" if r.target is None else f"  target {r.target:g} {'met' if r.met else 'MISSED'}"
         print(f"{r.name:<{width}}  {r.value:>10g} {r.unit:<8} [{r.spread[0]:g}, {r.spread[1]:g}]{goal}", flush=True)
-
-
-def alternating(variants: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, list[float]]:
-    """Return the seconds per call of each variant, measured in turn: A B C, A B C, ..."""
-    for run in variants.values():
-        for _ in range(max(calls // 4, 2)):
-            run()
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, run in variants.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                run()
-            samples[name].append((time.perf_counter() - start) / calls)
-    return samples
 
 
 def ratios(samples: dict[str, list[float]], of: str, over: str) -> list[float]:

@@ -1,16 +1,21 @@
-"""Compare the whole transaction on a GPU with vLLM's plain writer, and its kernels with a plain copy.
+"""Compare the whole transaction on a GPU with vLLM's plain writer, and shadow pages with a plain copy.
 
-    VLLM_CORE=path/to/vllm/_C_stable_libtorch.abi3.so python benchmarks/cow_transaction.py [FOLDER]
+    VLLM_CORE=path/to/vllm/_C_stable_libtorch.abi3.so python benchmarks/transaction_kernels.py [FOLDER]
 
-It needs vLLM's compiled core: an installed vLLM, or the path of its library in VLLM_CORE. It takes half a minute.
+It needs vLLM's compiled core: an installed vLLM, or the path of its library in VLLM_CORE. It takes a minute.
 
-The transaction is plan_window, 32 write_kv_logged, reject_rows and restore_slots. It is compared with 32 calls of
-reshape_and_cache_flash in vLLM. Each side is one CUDA graph, and the two are replayed in turn. Before every replay,
-outside the measured time, the step gets new slots, drafts and sampled tokens. Then 512 MB are read, so that no cache
-row is left in L2 and the GPU is busy while the host launches the graph. The layers lie in one buffer of 8 GiB. Each
-layer has its own keys and values, so that they are read from memory too. In `cow_transaction_hot` all layers use the
-same keys and values. They stay in L2, as they do right after a model's layer has computed them. The writer of vLLM
-gains most from that, because it reads nothing else.
+Each side is one CUDA graph, and the sides are replayed in turn. Before every replay, outside the measured time, the
+step gets new slots, drafts and sampled tokens. Then 512 MB are read, so that no cache row is left in L2 and the GPU is
+busy while the host launches the graph.
+
+``cow_transaction`` is plan_window, 32 write_kv_logged, reject_rows and restore_slots, compared with 32 calls of
+reshape_and_cache_flash in vLLM. Each layer has its own keys and values, so that they are read from memory too. In
+`cow_transaction_hot` all layers use the same ones. They stay in L2, as right after a model's layer has computed them.
+
+``stage_ops`` are open_window and close_window of 32 layers. Every request has a target token and K drafts after a tail
+page with a random number of rows. All drafts are accepted, so close copies as much as possible. The rival copies as
+many bytes with one `copy_`: a ratio of 0.8 means 80 % of its speed. `held` is an open whose rows are already in the
+shadow pages.
 """
 
 from __future__ import annotations
@@ -23,15 +28,20 @@ from results import Row, asked_folder, ratios, row, save, this_machine
 from torch import Tensor
 from vllm_kernels import load_core
 
-from nwor_ops import COUNTERS, ops
+from nwor_ops import COUNTERS, num_shadow_blocks, ops
 
 LAYERS, HEADS, BLOCK_SIZE = 32, 8, 16
 SHAPES = ((1, 4), (16, 4), (64, 4), (256, 4), (64, 16), (256, 8))  # requests, drafts per request
 ACCEPTED = 0.4
 TARGETS = {(1, 4): 0.9, (16, 4): 0.9}
-TARGET, LARGE_TARGET = 1.0, 0.8
+TARGET = 1.0
 BUFFER_BYTES, READ_BYTES = 2**33, 2**29
-ROUNDS, LARGE_ROUNDS, LARGE_TOKENS, LARGE_LAYERS = 200, 50, 20_000, 4
+ROUNDS = 200
+# Requests, drafts per request, block size.
+WINDOWS = ((1, 4, 16), (16, 4, 16), (64, 4, 16), (256, 4, 16), (256, 8, 16), (256, 8, 64))
+COPY_TARGET, LARGE = 0.8, 256
+SLOTS, WIDTH = 128 * 1024, 256
+ROW_BYTES = HEADS * WIDTH * 2
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,6 @@ class Case:
     name: str
     head_size: int = 128
     kv_cache_dtype: str = "auto"
-    heads_first: bool = False  # HND in vLLM: [B, H, N, 2D] in memory
     hot: bool = False  # all layers use the same keys and values
 
 
@@ -47,21 +56,17 @@ CASES = (
     Case("cow_transaction"),
     Case("cow_transaction_hot", hot=True),
     Case("cow_transaction_fp8", kv_cache_dtype="fp8_e4m3"),
-    Case("cow_transaction_hnd", heads_first=True),
     Case("cow_transaction_d64", head_size=64),
-    Case("cow_transaction_d192", head_size=192),
     Case("cow_transaction_d256", head_size=256),
 )
 
 
-def layer_caches(buffer: Tensor, case: Case, count: int = LAYERS) -> list[Tensor]:
-    """Return packed caches ``[B, N, H, 2D]`` of `count` layers in one buffer."""
+def layer_caches(buffer: Tensor, case: Case) -> list[Tensor]:
+    """Return packed caches ``[B, N, H, 2D]`` of all layers in one buffer."""
     cells = buffer.view(torch.bfloat16 if case.kv_cache_dtype == "auto" else torch.uint8)
-    shape = (HEADS, BLOCK_SIZE) if case.heads_first else (BLOCK_SIZE, HEADS)
-    blocks = cells.numel() // (count * HEADS * BLOCK_SIZE * 2 * case.head_size)
-    used = count * blocks * HEADS * BLOCK_SIZE * 2 * case.head_size
-    layers = cells[:used].view(count, blocks, *shape, 2 * case.head_size)
-    return list(layers.transpose(2, 3) if case.heads_first else layers)
+    blocks = cells.numel() // (LAYERS * HEADS * BLOCK_SIZE * 2 * case.head_size)
+    used = LAYERS * blocks * HEADS * BLOCK_SIZE * 2 * case.head_size
+    return list(cells[:used].view(LAYERS, blocks, BLOCK_SIZE, HEADS, 2 * case.head_size))
 
 
 class Step:
@@ -194,49 +199,104 @@ def transaction_rows(case: Case, buffer: Tensor, read: Tensor, writer: Callable[
     return rows
 
 
-def large_rows(buffer: Tensor, read: Tensor) -> list[Row]:
-    """Return bytes read and written per second, divided by those of a plain copy of 1 GiB."""
-    case = CASES[0]
-    caches = layer_caches(buffer[: 2**32], case, LARGE_LAYERS)
-    step, size, cache = Step(case, LARGE_TOKENS // 5, 4, caches), case.head_size, caches[0]
-    tokens = step.slots.numel()
-    every = torch.arange(tokens, dtype=torch.int32, device="cuda")
-    log = torch.zeros(LARGE_LAYERS, tokens, HEADS, 2 * size, dtype=cache.dtype, device="cuda")
-    rejected = torch.ones(tokens, dtype=torch.bool, device="cuda")
-    copy_to, copy_from = buffer[-(2**31) :].view(2, -1)
-    moved = 2 * tokens * HEADS * 2 * size * cache.element_size()  # one layer: each byte is read and written
+# ---------------------------------------------------------------- shadow pages
 
-    def prepare() -> None:
-        step.load()
-        read.sum()
 
-    samples = alternating_on_gpu(
-        {
-            "copy": lambda: copy_to.copy_(copy_from),
-            "write_kv": lambda: ops.write_kv(
-                step.keys[0],
-                step.values[0],
-                cache[..., :size],
-                cache[..., size:],
-                step.slots,
-                step.scale,
-                step.scale,
-                "auto",
-            ),
-            "log_slots": lambda: ops.log_slots(cache, step.slots, every, log[0]),
-            "restore_slots": lambda: ops.restore_slots(caches, log, step.slots, rejected),
-        },
-        LARGE_ROUNDS,
-        prepare,
-    )
-    bytes_of = {"copy": 2 * copy_to.numel(), "write_kv": moved, "log_slots": moved}
-    bytes_of["restore_slots"] = LARGE_LAYERS * moved
-    speeds = {name: [bytes_of[name] / us / 1e6 for us in times] for name, times in samples.items()}
-    rows = [row("large/copy", speeds["copy"], "TB/s", "higher")]
-    return rows + [
-        row(f"large/{name}", ratios(speeds, name, "copy"), "ratio", "higher", LARGE_TARGET)
-        for name in ("write_kv", "log_slots", "restore_slots")
-    ]
+class Window:
+    """A window of requests in buffers that never move. `reset` undoes the effects of open and close."""
+
+    def __init__(self, planes: list[Tensor], requests: int, drafts: int) -> None:
+        blocks, block_size = planes[0].shape[:2]
+        tokens, pages = drafts + 1, 4
+        self.planes, self.drafts = planes, drafts
+        shadow = num_shadow_blocks(requests, drafts, block_size)
+        int32 = {"dtype": torch.int32, "device": "cuda"}
+        fill = torch.randint(0, block_size, (requests,), device="cuda")  # number of committed rows of each tail page
+        lengths = block_size + fill + tokens
+        columns = max(pages, -(-(2 * block_size + tokens) // block_size))
+        order = torch.randperm(blocks - shadow, device="cuda")[: requests * columns]
+        self.table = order.int().view(requests, columns)
+        positions = lengths[:, None] - tokens + torch.arange(tokens, device="cuda")
+        own_blocks = self.table.long().gather(1, positions // block_size)
+        self.slots = (own_blocks * block_size + positions % block_size).flatten()
+        self.own_slots, self.own_table = self.slots.clone(), self.table.clone()
+        self.starts = torch.arange(requests + 1, **int32) * tokens
+        self.draft_starts = torch.arange(requests + 1, **int32) * drafts
+        self.seq_lens = lengths.int()
+        self.row_slots = self.slots.view(requests, tokens)[:, 1:].reshape(1, -1).contiguous()
+        self.shadow_blocks = torch.arange(blocks - shadow, blocks, **int32).view(1, requests, -1)
+        self.held = torch.full(self.shadow_blocks.shape, -1, device="cuda")
+        self.saved = torch.empty(1, requests * tokens, dtype=torch.int64, device="cuda")
+        self.tails = torch.empty(1, requests, **int32)
+        self.rejected = torch.zeros(requests * drafts, dtype=torch.bool, device="cuda")
+        self.states = torch.arange(requests, **int32)
+        # Number of rows in the tail page before this step: one fewer than its fill if the target token is in it.
+        first_draft = fill + 1
+        tail_fill = torch.where(first_draft < block_size, fill, 0)
+        self.opened_rows = int(tail_fill.sum())
+        self.shared_rows = int(
+            (first_draft < block_size).sum()
+        )  # number of target tokens in the page of the first draft
+        self.closed_rows = self.shared_rows + requests * drafts
+
+    def reset(self) -> None:
+        self.slots.copy_(self.own_slots)
+        self.table.copy_(self.own_table)
+
+    def open(self, held: Tensor | None = None) -> None:
+        ops.open_window(
+            self.planes, [LAYERS], self.starts, self.draft_starts, self.seq_lens, self.row_slots, self.shadow_blocks,
+            [self.slots], [self.table], self.saved, self.tails, self.states, held,
+        )  # fmt: skip
+
+    def close(self, held: Tensor | None = None) -> None:
+        ops.close_window(
+            self.planes, [LAYERS], self.starts, self.draft_starts, self.rejected, self.shadow_blocks, self.saved,
+            self.tails, [self.slots], [self.table], self.states, held,
+        )  # fmt: skip
+
+
+def plain_copy(rows: int) -> Callable[[], None]:
+    """Copy as many bytes as this number of rows has in every layer."""
+    source, target = torch.zeros(2, max(rows, 1) * LAYERS * ROW_BYTES, dtype=torch.uint8, device="cuda")
+    return captured(lambda: target.copy_(source))
+
+
+def window_rows(read: Tensor) -> list[Row]:
+    rows = []
+    for requests, drafts, block_size in WINDOWS:
+        planes = torch.zeros(LAYERS, SLOTS // block_size, block_size, HEADS, WIDTH, dtype=torch.bfloat16, device="cuda")
+        window = Window(list(planes), requests, drafts)
+
+        def prepare(window: Window = window) -> None:
+            window.reset()
+            read.sum()
+
+        window.open()  # so that close has records in every replay
+        variants = {
+            "open": captured(window.open),
+            "close": captured(window.close),
+            "copy_for_open": plain_copy(window.opened_rows),
+            "copy_for_close": plain_copy(window.closed_rows),
+        }
+        window.reset()
+        window.open(window.held)
+        window.close(window.held)  # from here on the shadow pages hold rows that a later step commits
+        held = window.held.clone()
+        variants["held"] = captured(lambda window=window, held=held: window.open(held))
+        samples = alternating_on_gpu(variants, ROUNDS, prepare)
+        name = f"{requests}x{drafts}/block{block_size}"
+        target = COPY_TARGET if requests == LARGE else None
+        rows += [
+            row(f"open_window/{name}", ratios(samples, "copy_for_open", "open"), "ratio", "higher", target),
+            row(f"open_window/{name}/us", samples["open"], "us", "lower", digits=2),
+            row(f"open_window/{name}/held_us", samples["held"], "us", "lower", digits=2),
+            row(f"open_window/{name}/copy_us", samples["copy_for_open"], "us", "lower", digits=2),
+            row(f"close_window/{name}", ratios(samples, "copy_for_close", "close"), "ratio", "higher", target),
+            row(f"close_window/{name}/us", samples["close"], "us", "lower", digits=2),
+            row(f"close_window/{name}/copy_us", samples["copy_for_close"], "us", "lower", digits=2),
+        ]
+    return rows
 
 
 def main() -> None:
@@ -247,8 +307,10 @@ def main() -> None:
     buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device="cuda")
     read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device="cuda")
     rows = [figure for case in CASES for figure in transaction_rows(case, buffer, read, writer)]
-    rows += large_rows(buffer, read)
     save(this_machine(), "cow_transaction", rows, folder)
+    del buffer
+    torch.cuda.empty_cache()
+    save(this_machine(), "stage_ops", window_rows(read), folder)
 
 
 if __name__ == "__main__":
