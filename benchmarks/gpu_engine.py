@@ -77,7 +77,7 @@ from results import FOLDER, Row, ratios, row, show, this_machine, write
 
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
 
-CHILD = pathlib.Path(__file__).resolve().with_name("engine_child.py")
+CHILD = pathlib.Path(__file__).resolve().with_name("benchmark_engine.py")
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
 REQUESTS = (1, 16, 64, 128, 384)
 RUNS_PER_ROUND = {1: 2, 16: 2}
@@ -278,7 +278,7 @@ def write_shape(folder: pathlib.Path, shape: Mapping[str, Any]) -> str:
 
 
 def job_of(model: Model, side: Side, folder: pathlib.Path, cache_gib: float, acceptance: float) -> dict[str, Any]:
-    """Return the job of an engine; see engine_child.py. The environment switches nwor_ops on."""
+    """Return the job of an engine; see benchmark_engine.py. The environment switches nwor_ops on."""
     num_drafts = model.num_drafts if side.num_drafts is None else side.num_drafts
     engine: dict[str, Any] = {
         "model": write_shape(folder / "target", model.shape),
@@ -539,7 +539,7 @@ class Run:
 
 
 def profile_rows(name: str, count: int, answer: dict[str, Any]) -> list[Row]:
-    """Return rows of a profile; see ``stop_profile`` in engine_child.py."""
+    """Return rows of a profile; see ``stop_profile`` in benchmark_engine.py."""
     drafter = answer["drafter"]
     launches = sum(drafter["launches"].get(one, 0) for one in LAUNCHES) / max(len(drafter["span_us"]), 1)
     samples = {"step_us": answer["step_us"], "step_idle_us": answer["idle_us"], "drafter_us": drafter["span_us"]}

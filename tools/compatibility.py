@@ -1,5 +1,5 @@
-"""Write docs/compatibility.json, and the table of vLLM versions in docs/compatibility.md. Both have the same source:
-the supported versions and devices in ``nwor_ops.vllm.support``, pyproject.toml, and the recorded GPU cases.
+"""Write the table of vLLM versions in docs/compatibility.md, from the supported versions and devices in
+``nwor_ops.vllm.support``, pyproject.toml, and the recorded GPU cases.
 
 python tools/compatibility.py
 """
@@ -12,6 +12,8 @@ import re
 import sys
 from typing import Any
 
+import made_tables
+
 from nwor_ops.vllm.support.features import DEVICES, SUPPORTED_VERSIONS
 
 if sys.version_info >= (3, 11):
@@ -20,11 +22,10 @@ else:
     import tomli as tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENT, DATA = ROOT / "docs" / "compatibility.md", ROOT / "docs" / "compatibility.json"
+DOCUMENT = ROOT / "docs" / "compatibility.md"
 RESULTS = ROOT / "benchmarks" / "results"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NAMES = {"cuda": "CUDA", "cpu": "CPU engine"}
-MARKS = "<!-- vllm: made by tools/compatibility.py -->", "<!-- end of vllm -->"
 
 
 def stacks_that_ran() -> dict[str, list[dict[str, str]]]:
@@ -46,11 +47,11 @@ def stacks_that_ran() -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def data() -> dict[str, Any]:
-    """Return the content of docs/compatibility.json."""
+def rows() -> list[dict[str, Any]]:
+    """Return each version with each device: its features, and the stacks that ran, newest first."""
     ran = stacks_that_ran()
     versions = sorted(set().union(*SUPPORTED_VERSIONS.values()), key=lambda name: [*map(int, name.split("."))])
-    rows = [
+    return [
         {
             "version": version,
             "device": device,
@@ -60,21 +61,12 @@ def data() -> dict[str, Any]:
         for version in reversed(versions)
         for device in NAMES
     ]
-    [torch] = (name.removeprefix("torch") for name in PROJECT["project"]["dependencies"] if name.startswith("torch"))
-    return {
-        "nwor_ops": PROJECT["project"]["version"],
-        "python": PROJECT["project"]["requires-python"],
-        "platform": f"manylinux_{PROJECT['tool']['nwor_ops']['manylinux']}_x86_64",
-        "torch": torch,
-        "torch_tested": PROJECT["tool"]["nwor_ops"]["torch-matrix"],
-        "vllm": rows,
-    }
 
 
 def table() -> str:
     """Return the table of vLLM versions."""
     lines = ["| vLLM | device | supported features | tested with |", "|---|---|---|---|"]
-    for row in data()["vllm"]:
+    for row in rows():
         ran = [
             f"{stack['vllm']}, torch {stack['torch']}" + (f", {stack['machine']}" if "machine" in stack else "")
             for stack in row["ran"]
@@ -84,18 +76,10 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def as_json() -> str:
-    return json.dumps(data(), indent=2) + "\n"
-
-
 def filled(text: str) -> str:
     """Return the document with the table between its marks."""
-    text, found = re.subn(f"{MARKS[0]}.*?{MARKS[1]}", f"{MARKS[0]}\n{table()}\n{MARKS[1]}", text, flags=re.DOTALL)
-    if found != 1:
-        raise SystemExit(f"{DOCUMENT.name} must have the mark {MARKS[0]!r} once, got {found}")
-    return text
+    return made_tables.filled(DOCUMENT, text, "compatibility.py", {"vllm": table()})
 
 
 if __name__ == "__main__":
-    DATA.write_text(as_json())
     DOCUMENT.write_text(filled(DOCUMENT.read_text()))

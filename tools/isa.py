@@ -10,8 +10,7 @@
 - ``avx2+avx512``: torch's kernels use AVX2, Inductor's code uses AVX-512. The run has the tests that compile.
 - ``vllm-avx2``: vLLM loads its library for AVX2. The run has the tests of tests/vllm that depend on that library.
 
-Each run has its own folder for Inductor's cache. The output of pytest goes to build/logs. The tool ends with a table of
-the results. Its exit status is 1 if a run failed.
+Each run has its own folder for Inductor's cache. The exit status is 1 if a run failed or had no test.
 """
 
 from __future__ import annotations
@@ -21,14 +20,11 @@ import importlib.util
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
-import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-from step import run_step
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "isa"
@@ -65,59 +61,25 @@ SETS = {
 LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "NWOR_TEST_CPU", "NWOR_TEST_SIMDLEN")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """One run of pytest, and its result."""
+    """One run of pytest."""
 
     name: str
-    torch: str
-    inductor: str
     threads: int
     tests: tuple[str, ...]
     environment: dict[str, str]
-    passed: int = 0
-    skipped: int = 0
-    failed: list[str] = field(default_factory=list)
-    problem: str = "did not run"
-    seconds: float = 0.0
 
-    @property
-    def result(self) -> str:
-        skipped = f", {self.skipped} skipped" if self.skipped else ""
-        return f"{self.passed} passed, {len(self.failed)} failed{skipped}" + (self.problem and f"; {self.problem}")
-
-    @property
-    def good(self) -> bool:
-        return self.passed > 0 and not self.failed and not self.problem
-
-    def execute(self, number: str, options: list[str]) -> None:
-        """Run pytest and read its report."""
-        report, cache = FOLDER / f"{self.name}.xml", FOLDER / "inductor" / self.name
-        report.unlink(missing_ok=True)
+    def execute(self, options: list[str]) -> int:
+        """Run pytest, and return its exit status."""
+        cache = FOLDER / "inductor" / self.name
         shutil.rmtree(cache, ignore_errors=True)
         variables = {name: value for name, value in os.environ.items() if name not in LIMITS}
         variables |= {"OMP_NUM_THREADS": str(self.threads), "TORCHINDUCTOR_CACHE_DIR": str(cache)} | self.environment
         variables["OMP_WAIT_POLICY"] = "passive"  # there may be more threads than cores: a waiting one must not spin
-        words = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *self.tests, *options]
-        start = time.monotonic()
-        status = run_step(number, f"isa {self.name}", words, environment=variables)
-        self.seconds = time.monotonic() - start
-        shutil.rmtree(cache, ignore_errors=True)
-        self.read(report, status)
-
-    def read(self, report: pathlib.Path, status: int) -> None:
-        self.problem = "" if status in (0, 1) else f"exit status {status}"
-        if not report.exists():
-            self.problem = f"pytest wrote no report, exit status {status}"
-            return
-        for case in ElementTree.parse(report).iter("testcase"):
-            outcome = {child.tag for child in case}
-            if outcome & {"failure", "error"}:
-                self.failed.append(f"{case.get('classname')}::{case.get('name')}")
-            elif "skipped" in outcome:  # and expected failures
-                self.skipped += 1
-            else:
-                self.passed += 1
+        print(f"== {self.name}", flush=True)
+        command = [sys.executable, "-m", "pytest", "-q", *self.tests, *options]
+        return subprocess.run(command, env=variables, check=False).returncode
 
 
 def runs(capabilities: Mapping[str, Any], has_vllm: bool, cpu_levels: dict[str, str]) -> list[Run]:
@@ -130,18 +92,16 @@ def runs(capabilities: Mapping[str, Any], has_vllm: bool, cpu_levels: dict[str, 
     """
     sets = {name: of for name, of in SETS.items() if not of.needs or capabilities.get(of.needs)}
     found = [
-        Run(f"{name}-{threads}", name, name, threads, TESTS, of.environment)
-        for name, of in sets.items()
-        for threads in (1, 4)
+        Run(f"{name}-{threads}", threads, TESTS, of.environment) for name, of in sets.items() for threads in (1, 4)
     ]
     found += [
-        Run(f"{name}+{other}", name, other, 1, THAT_COMPILE,
+        Run(f"{name}+{other}", 1, THAT_COMPILE,
             of.environment | {"NWOR_TEST_SIMDLEN": str(sets[other].simdlen)})
         for name, of in sets.items() for other in sets if other != name
     ]  # fmt: skip
     if has_vllm:
         found += [
-            Run(f"vllm-{level}", level, "-", 1, OF_VLLM, {"NWOR_TEST_CPU": level})
+            Run(f"vllm-{level}", 1, OF_VLLM, {"NWOR_TEST_CPU": level})
             for level, needs in cpu_levels.items() if capabilities.get(needs)
         ]  # fmt: skip
     return found
@@ -164,15 +124,6 @@ def has_cpu_vllm() -> bool:
     return any(list(pathlib.Path(folder).glob("_C_AVX2*.so")) for folder in folders)
 
 
-def table(done: list[Run]) -> str:
-    """Format the results, one row for each run, with the tests that failed below."""
-    rows = [("run", "torch", "Inductor", "threads", "result", "seconds")]
-    rows += [(r.name, r.torch, r.inductor, str(r.threads), r.result, f"{r.seconds:.0f}") for r in done]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines + [f"FAILED in {run.name}: {test}" for run in done for test in run.failed])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="runs; all of them by default")
@@ -187,16 +138,11 @@ def main() -> int:
     if options.list:
         print("\n".join(run.name for run in chosen))
         return 0
-    FOLDER.mkdir(parents=True, exist_ok=True)
     os.chdir(ROOT)
-    for number, run in enumerate(chosen, 1):
-        run.execute(f"{number}/{len(chosen)}", words[where + 1 :])
-    print(table(chosen))
-    return 0 if all(run.good for run in chosen) else 1
+    status = {run.name: run.execute(words[where + 1 :]) for run in chosen}
+    print("\n".join(f"{name}: {f'exit status {code}' if code else 'passed'}" for name, code in status.items()))
+    return 1 if any(status.values()) else 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main())

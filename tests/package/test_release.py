@@ -43,7 +43,7 @@ def wheel(folder: pathlib.Path, files: dict[str, bytes], version: str = "1.2.3")
     return path
 
 
-def test_a_wheel_without_the_cuda_library_is_refused(tmp_path: pathlib.Path) -> None:
+def test_wheel_without_cuda_library_is_refused(tmp_path: pathlib.Path) -> None:
     path = wheel(tmp_path, {"libnwor_cpu.so": b"cpu"})
     problem = f"{path.name}: nwor_ops/libnwor_cuda.so is missing"
     assert release.problems_of_wheel(path, "1.2.3", LIST) == [problem]
@@ -51,7 +51,7 @@ def test_a_wheel_without_the_cuda_library_is_refused(tmp_path: pathlib.Path) -> 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 @pytest.mark.parametrize("missing", [None, *CODE], ids=str)
-def test_every_architecture_is_demanded(missing: tuple[str, int] | None, tmp_path: pathlib.Path) -> None:
+def test_every_architecture_is_required(missing: tuple[str, int] | None, tmp_path: pathlib.Path) -> None:
     cuda = library(tmp_path, [entry for entry in CODE if entry != missing])
     path = wheel(tmp_path, {"libnwor_cpu.so": b"cpu", "libnwor_cuda.so": cuda})
     found = release.problems_of_wheel(path, "1.2.3", LIST)
@@ -63,7 +63,7 @@ def test_every_architecture_is_demanded(missing: tuple[str, int] | None, tmp_pat
 
 
 @pytest.mark.skipif(not (ROOT / "nwor_ops" / "libnwor_cuda.so").exists(), reason="the CUDA library is not built here")
-def test_the_architectures_of_our_library_are_found() -> None:
+def test_architectures_of_our_library_are_found() -> None:
     found = release.device_code((ROOT / "nwor_ops" / "libnwor_cuda.so").read_bytes())
     assert found
     assert all(kind in ("PTX", "machine code") and 50 <= number < 200 for kind, number in found)
@@ -93,13 +93,13 @@ def test_tag_version_and_changelog_must_agree(tag: str, heading: str, problem: s
     assert bool(found) == (problem is not None)
 
 
-def test_the_notes_are_the_section_of_the_version() -> None:
+def test_notes_are_the_section_of_the_version() -> None:
     changelog = "# Changelog\n\n## 1.3 (2026-12-01)\n- New.\n\n## 1.2.3 (2026-11-30)\n### Ops\n- Old.\n\n## 1.2 (x)\n"
     assert release.section(changelog, "1.2.3") == ("2026-11-30", "### Ops\n- Old.")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
-def test_what_a_workflow_runs_exists(path: pathlib.Path) -> None:
+def test_commands_of_a_workflow_exist(path: pathlib.Path) -> None:
     jobs = yaml.safe_load(path.read_text())["jobs"]
     assert all(set(job.get("needs", ())) <= set(jobs) or job["needs"] in jobs for job in jobs.values())
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
@@ -115,35 +115,34 @@ def test_what_a_workflow_runs_exists(path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ci", "nightly"])
-def test_a_workflow_that_runs_the_tests_installs_promtool(name: str) -> None:
+def test_workflows_with_tests_install_promtool(name: str) -> None:
     """Tests of the alert rules skip without it (tests/support/prometheus.py), and the workflow would still pass."""
     text = (ROOT / ".github" / "workflows" / f"{name}.yml").read_text()
     [packages] = re.findall(r"apt-get install ((?:--\S+ )*)(.+)$", text, re.MULTILINE)
     assert "prometheus" in packages[1].split()
 
 
-def test_the_command_refuses_with_exit_status_1() -> None:
+def test_command_refuses_with_exit_status_1() -> None:
     command = [sys.executable, str(ROOT / "tools" / "release.py"), "v9.9.9"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("release: the tag is v9.9.9, but pyproject.toml has version ")
 
 
-def test_the_table_and_the_data_of_compatibility_are_those_of_the_code() -> None:
+def test_compatibility_table_is_that_of_the_code() -> None:
     text = compatibility.DOCUMENT.read_text()
     assert compatibility.filled(text) == text, "run python tools/compatibility.py"
-    assert compatibility.DATA.read_text() == compatibility.as_json(), "run python tools/compatibility.py"
     with pytest.raises(SystemExit, match="must have the mark"):
         compatibility.filled("")
 
 
-def test_the_container_has_the_newest_supported_vllm() -> None:
+def test_container_has_newest_supported_vllm() -> None:
     [version] = re.findall(r"^FROM vllm/vllm-openai:v(\d+\.\d+)\.\d+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    assert version == compatibility.data()["vllm"][0]["version"]
+    assert version == compatibility.rows()[0]["version"]
 
 
-def test_a_newer_version_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_version_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compatibility.SUPPORTED_VERSIONS, "draft graphs", ("0.33", "0.34"))
-    first = compatibility.data()["vllm"][0]
+    first = compatibility.rows()[0]
     assert first == {"version": "0.34", "device": "cuda", "features": ["draft graphs"], "ran": []}
     assert compatibility.table().splitlines()[2] == "| 0.34 | CUDA | draft graphs | not tested |"

@@ -1,4 +1,4 @@
-"""Run one vLLM engine of the benchmarks in a separate process: ``engine_child.py JOB.json``.
+"""Run one vLLM engine of the benchmarks in a separate process: ``benchmark_engine.py JOB.json``.
 
 A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``, and with
 ``captures`` the number of times to capture the FULL graphs for each side of a transaction.
