@@ -8,9 +8,9 @@ ROWS, TOKENS, STATES, CAPACITY = "[num_rows]", "[num_tokens]", "[num_states]", "
 STARTS, DRAFTS = "[num_rows + 1]", "[num_rows, num_speculative_steps]"
 
 ARGUMENTS = by_name({
-    ids(ROWS): "idx_mapping num_sampled num_rejected sampled backup_next_token_ids next_token_ids valid_sampled_count "
+    ids(ROWS): "tokens idx_mapping num_sampled num_rejected sampled backup_next_token_ids next_token_ids valid_sampled_count "
     "token_indices_to_sample",
-    ids(TOKENS): "target_input_ids hidden_state_mapping",
+    ids(TOKENS): "target_input_ids hidden_state_mapping sampled_tokens prompt_tokens",
     ids(STATES): "last_sampled next_prefill_tokens",
     ids(DRAFTS): "draft_tokens",
     ids(f"{DRAFTS} with at least one column"): "prepare_decode_inputs.draft_tokens",
@@ -21,11 +21,17 @@ ARGUMENTS = by_name({
     "update_draft_inputs.input_ids prepare_inputs_padded.valid_sampled_count",
     int32(STARTS): "target_query_start_loc query_start_loc",
     int32(CAPACITY): "input_ids",
+    int32("[vocab_size]"): "row_of_token",
+    int32("[num_rows / 32]"): "used",
+    int32("[1]"): "hand",
     int32("[num_rows, max_num_blocks]"): "block_table block_tables",
-    int64(ROWS): "positions new_positions sample_positions last_token_indices eagle_step.slot_mapping",
+    int64(ROWS): "positions new_positions sample_positions last_token_indices eagle_step.slot_mapping "
+    "update_draft_vocabulary.token_ids",
     int64(TOKENS): "target_positions compute_slot_mappings.positions extend_queries.positions",
     int64(CAPACITY): "slot_mapping prepare_prefill_inputs.positions copy_expand_inputs.positions",
     int64(STATES): "seeds",
+    int64("[num_logits]"): "token_ids",
+    int64("[2]"): "counters",
     int64("[groups, capacity]"): "slot_mappings",
     int64("[2 * num_rows]"): "workspace",
     int64("one element, [] or [1]"): "current_draft_step",
@@ -36,10 +42,15 @@ ARGUMENTS = by_name({
     flags("[groups]"): "cp_sharded",
     Array(STATES, (torch.float32,)): "temperature",
     Array("[num_rows, vocab_size] with at least one token and fewer than 2^31", SOURCES): "logits",
+    Array("[num_rows, num_logits]", SOURCES): "argmax_draft_tokens.logits expand_draft_logits.logits",
+    Array("[num_rows, vocab_size]", like="logits"): "out",
+    Array(ROWS, (torch.float32,)): "values",
+    Array("[vocab_size, hidden_size]"): "head",
+    Array("[num_rows, hidden_size]", like="head"): "weight",
     Array("[request states, steps, logits]", like="logits"): "logits_cache",
     Array("[num_rows, hidden_size]"): "hidden_states",
     Array("[num_rows, hidden_size]", like="hidden_states"): "next_hidden_states",
     POSITIVE: "block_size max_model_len num_speculative_steps vocab_size num_new_tokens cp_size cp_interleave dcp_size",
-    NOT_NEGATIVE: "block_sizes cp_rank dcp_rank extend_queries.num_new_tokens",
+    NOT_NEGATIVE: "first_token block_sizes cp_rank dcp_rank extend_queries.num_new_tokens",
     ID: "padding_token_id mask_token_id",
 })  # fmt: skip

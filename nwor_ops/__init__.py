@@ -6,6 +6,7 @@ Importing the package declares ``torch.ops.nwor.*`` and loads the compiled kerne
 - :class:`DraftCommitManager`: the transaction (begin, write, then commit or cancel).
 - :class:`RecurrentStates`: linear-attention layers with one state per request.
 - :mod:`nwor_ops.drafter`: the drafter's loop in CUDA graphs.
+- :class:`DraftVocabulary`: a small output head for drafters, whose rows follow the traffic.
 - :mod:`nwor_ops.vllm`: the plugin.
 
 Example:
@@ -31,6 +32,7 @@ LIBRARIES = _library.loaded_libraries()
 _torch_fixes.correct_slices()
 
 import nwor_ops.meta as _meta  # noqa: E402, F401  (the fakes register themselves)
+from nwor_ops.drafter.vocabulary import DraftVocabulary as DraftVocabulary  # noqa: E402
 from nwor_ops.kv_cache import (  # noqa: E402
     LayerCache as LayerCache,
     Plane as Plane,
@@ -41,6 +43,7 @@ from nwor_ops.ops import (  # noqa: E402
     accept_staged as accept_staged,
     acceptance_mask as acceptance_mask,
     acceptance_mask_from_rejected as acceptance_mask_from_rejected,
+    argmax_draft_tokens as argmax_draft_tokens,
     close_window as close_window,
     close_window_from_rejected as close_window_from_rejected,
     commit_staged as commit_staged,
@@ -48,6 +51,7 @@ from nwor_ops.ops import (  # noqa: E402
     copy_expand_inputs as copy_expand_inputs,
     dcp_local_seq_lens as dcp_local_seq_lens,
     eagle_step as eagle_step,
+    expand_draft_logits as expand_draft_logits,
     extend_queries as extend_queries,
     gated_delta_fold as gated_delta_fold,
     gated_delta_verify as gated_delta_verify,
@@ -70,6 +74,7 @@ from nwor_ops.ops import (  # noqa: E402
     restore_slots_from_rejected as restore_slots_from_rejected,
     stage_kv as stage_kv,
     update_draft_inputs as update_draft_inputs,
+    update_draft_vocabulary as update_draft_vocabulary,
     write_kv as write_kv,
     write_kv_logged as write_kv_logged,
 )

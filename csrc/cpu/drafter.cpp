@@ -166,6 +166,94 @@ void run(const LocalLensArguments& a, const Cpu&) {
     for (int64_t i = 0; i < a.local.length; ++i) local_lens_row(a, i);
 }
 
+// ---------------------------------------------------------------- draft vocabulary
+
+void run(const VocabularyArguments& a, const Cpu&) {
+    constexpr int32_t kListed = -2;
+    std::vector<bool> touched(static_cast<size_t>(a.num_rows));
+    std::vector<int64_t> missing;  // each token once, by its last place in the list, from the end
+    int64_t num_touched = 0;
+    const auto bit = [](int64_t row) { return uint32_t{1} << (row % 32); };
+    const auto touch = [&](int64_t row) {
+        num_touched += !touched[static_cast<size_t>(row)];
+        touched[static_cast<size_t>(row)] = true;
+        a.used[row / 32] |= bit(row);
+    };
+    for (int64_t i = a.num_tokens() - 1; i >= 0; --i) {
+        const int64_t token = a.token(i);
+        if (token < 0) continue;
+        int32_t& row = a.row_of_token[token];
+        if (a.is_sampled(i)) {
+            grow(a.counters[0], 1);
+            if (!a.is_row(row)) grow(a.counters[1], 1);
+        }
+        if (a.is_row(row)) {
+            touch(row);
+        } else if (row != kListed) {
+            row = kListed;
+            missing.push_back(token);
+        }
+    }
+    const size_t limit = static_cast<size_t>(least(a.most_entries(), a.num_rows - num_touched));
+    for (size_t i = limit; i < missing.size(); ++i) a.row_of_token[missing[i]] = -1;
+    if (missing.size() > limit) missing.resize(limit);
+    if (missing.empty()) return;
+    int64_t hand = a.first_hand();
+    const auto move_hand = [&] { hand = hand + 1 < a.num_rows ? hand + 1 : 0; };
+    for (auto token = missing.rbegin(); token != missing.rend(); ++token, move_hand()) {
+        for (; (a.used[hand / 32] & bit(hand)) != 0; move_hand())
+            if (!touched[static_cast<size_t>(hand)]) a.used[hand / 32] &= ~bit(hand);
+        touch(hand);
+        a.enter(hand, *token);
+        std::memcpy(a.weight + hand * a.weight_row_bytes, a.head + *token * a.head_row_bytes,
+                    static_cast<size_t>(a.row_bytes));
+    }
+    *a.hand = static_cast<int32_t>(hand);
+}
+
+template <class T>
+void argmax_row(const ArgmaxArguments& a, int64_t row) {
+    const T* logits = reinterpret_cast<const T*>(a.logits) + row * a.row_stride;
+    Best best;
+    for (int64_t i = 0; i < a.num_logits; ++i) {
+        const float logit = static_cast<float>(logits[i * a.logit_stride]);
+        const bool is_lower = logit == best.score && a.token_ids[i] < best.token;
+        if (logit > best.score || (is_lower && logit > -HUGE_VALF)) best = {logit, a.token_ids[i]};
+    }
+    a.set(row, best.score + 0.0f, best.token);  // 0 instead of -0
+}
+
+void run(const ArgmaxArguments& a, const Cpu&) {
+    for (int64_t row = 0; row < a.num_rows; ++row) {
+        if (a.dtype == ScalarType::Float)
+            argmax_row<float>(a, row);
+        else if (a.dtype == ScalarType::Half)
+            argmax_row<Half>(a, row);
+        else
+            argmax_row<BFloat16>(a, row);
+    }
+}
+
+template <class T>
+void expand_row(const ExpandLogitsArguments& a, int64_t row, T minus_infinity) {
+    const T* logits = reinterpret_cast<const T*>(a.logits) + row * a.row_stride;
+    T* out = reinterpret_cast<T*>(a.out) + row * a.out_row_stride;
+    for (int64_t token = 0; token < a.num_columns; ++token) {
+        const int64_t place = a.place_of(token);
+        out[token * a.out_stride] = place < 0 ? minus_infinity : logits[place * a.logit_stride];
+    }
+}
+
+void run(const ExpandLogitsArguments& a, const Cpu&) {
+    for (int64_t row = 0; row < a.num_rows; ++row) {
+        if (a.dtype == ScalarType::Float)
+            expand_row<uint32_t>(a, row, kMinusInfinity32);
+        else
+            expand_row<uint16_t>(a, row,
+                                 a.dtype == ScalarType::Half ? kMinusInfinityHalf : kMinusInfinityBFloat);
+    }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(nwor, CPU, m) {

@@ -8,6 +8,7 @@
 #include "../common/gumbel.h"
 #include "../drafter.h"
 #include "drafter_sampling.h"
+#include "drafter_vocabulary_kernels.h"
 #include "launch.h"
 
 namespace nwor {
@@ -265,6 +266,14 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (threadIdx.x == 0) finish_row(a, row, num_chunks, state.best);
 }
 
+// Calls `f(FORMAT{})` for the dtype of logits.
+template <class F>
+void with_format(ScalarType dtype, const F& f) {
+    if (dtype == ScalarType::Float) return f(Float32Logits{});
+    if (dtype == ScalarType::Half) return f(HalfLogits{});
+    f(BFloat16Logits{});
+}
+
 template <class Format>
 void start_sample(SampleArguments& a, const Launch& launch) {
     const int64_t num_chunks = ceil_div(a.vocab_size, kChunk<Format>);
@@ -287,12 +296,52 @@ void start_sample(SampleArguments& a, const Launch& launch) {
 
 void run(SampleArguments a, const Launch& launch) {
     if (a.num_rows == 0) return;
-    if (a.dtype == ScalarType::Float)
-        start_sample<Float32Logits>(a, launch);
-    else if (a.dtype == ScalarType::Half)
-        start_sample<HalfLogits>(a, launch);
+    with_format(a.dtype, [&](auto format) { start_sample<decltype(format)>(a, launch); });
+    check_launch(launch);
+}
+
+// ---------------------------------------------------------------- draft vocabulary
+
+void run(const VocabularyArguments& a, const Launch& launch) {
+    constexpr int64_t kMostBlocks = 4 * kEnoughBlocks;
+    if (a.num_tokens() == 0) return;
+    const int64_t most = least(a.most_entries(), a.num_tokens());
+    // The allocator needs it only until the launches are in the stream.
+    const Tensor memory = new_empty(launch.like(), {1 + 2 * most + a.num_words()}, ScalarType::Int);
+    int32_t* data = static_cast<int32_t*>(memory.data_ptr());
+    const VocabularyPlan plan{data, data + 1, data + 1 + most,
+                              reinterpret_cast<uint32_t*>(data + 1 + 2 * most)};
+    launch.start(plan_vocabulary_kernel, {dim3(1), dim3(kPlanThreads)}, a, plan);
+    const LaunchShape shape{dim3(static_cast<unsigned>(least(most, kMostBlocks))), dim3(kThreads)};
+    const bool in_vectors = a.row_bytes % 16 == 0 && in_16_bytes(a.head, a.head_row_bytes, 1) &&
+                            in_16_bytes(a.weight, a.weight_row_bytes, 1);
+    if (in_vectors)
+        launch.start(copy_vocabulary_kernel<uint4>, shape, a, plan);
     else
-        start_sample<BFloat16Logits>(a, launch);
+        with_raw_type(a.element_size, [&](auto raw) {
+            launch.start(copy_vocabulary_kernel<typename decltype(raw)::type>, shape, a, plan);
+        });
+    check_launch(launch);
+}
+
+void run(const ArgmaxArguments& a, const Launch& launch) {
+    if (a.num_rows == 0) return;
+    const LaunchShape shape{dim3(static_cast<unsigned>(a.num_rows)), dim3(kArgmaxThreads)};
+    const bool aligned = a.logit_stride == 1 && in_16_bytes(a.logits, a.row_stride, a.element_size);
+    with_format(a.dtype, [&](auto format) {
+        using Format = decltype(format);
+        launch.start(aligned ? argmax_kernel<Format, true> : argmax_kernel<Format, false>, shape, a);
+    });
+    check_launch(launch);
+}
+
+void run(const ExpandLogitsArguments& a, const Launch& launch) {
+    if (a.num_rows == 0 || a.num_columns == 0) return;
+    LaunchShape shape = shape_for_items(a.num_columns);
+    shape.grid.y = static_cast<unsigned>(ceil_div(a.num_rows, kRowsPerThread));
+    if (shape.grid.y > kMostGridYZ) fail(a.op, "logits must have at most ", 8 * kMostGridYZ, " rows");
+    with_format(a.dtype,
+                [&](auto format) { launch.start(expand_logits_kernel<decltype(format)>, shape, a); });
     check_launch(launch);
 }
 

@@ -44,8 +44,8 @@ constexpr int kPerVector = 16 / static_cast<int>(sizeof(typename Format::Raw));
 template <class Format>
 constexpr int kChunk = kThreads * kVectors * kPerVector<Format>;  // tokens per block
 
-// The share of a chunk that one thread loads, in 16-byte vectors.
-template <class Format>
+// The share of a chunk that one of the block's threads loads, in 16-byte vectors.
+template <class Format, int kBlock = kThreads>
 struct Share {
     using Raw = typename Format::Raw;
     static constexpr int kPer = kPerVector<Format>;
@@ -56,7 +56,7 @@ struct Share {
     uint32_t words[kVectors][4];
 
     __device__ uint32_t token(int vector, int element) const {
-        return first + vector * (kThreads * kPer) + element;
+        return first + vector * (kBlock * kPer) + element;
     }
     __device__ Raw raw(int vector, int element) const {
         if (sizeof(Raw) == 4) return static_cast<Raw>(words[vector][element]);

@@ -31,10 +31,12 @@ from nwor_ops.ops.accept import (
     reject_rows_from_rejected as reject_rows_from_rejected,
 )
 from nwor_ops.ops.drafter import (
+    argmax_draft_tokens as argmax_draft_tokens,
     compute_slot_mappings as compute_slot_mappings,
     copy_expand_inputs as copy_expand_inputs,
     dcp_local_seq_lens as dcp_local_seq_lens,
     eagle_step as eagle_step,
+    expand_draft_logits as expand_draft_logits,
     extend_queries as extend_queries,
     gumbel_sample as gumbel_sample,
     prepare_decode_inputs as prepare_decode_inputs,
@@ -42,6 +44,7 @@ from nwor_ops.ops.drafter import (
     prepare_next_token_padded as prepare_next_token_padded,
     prepare_prefill_inputs as prepare_prefill_inputs,
     update_draft_inputs as update_draft_inputs,
+    update_draft_vocabulary as update_draft_vocabulary,
 )
 from nwor_ops.ops.recurrent import (
     gated_delta_fold as gated_delta_fold,

@@ -593,3 +593,99 @@ def dcp_local_seq_lens(
         >>> local.tolist()
         [2, 4]
     """
+
+
+@op(mutates=("token_ids", "row_of_token", "weight", "used", "hand", "counters"))
+def update_draft_vocabulary(
+    sampled_tokens: Tensor,
+    head: Tensor,
+    token_ids: Tensor,
+    row_of_token: Tensor,
+    weight: Tensor,
+    used: Tensor,
+    hand: Tensor,
+    counters: Tensor,
+    prompt_tokens: Tensor | None = None,
+    first_token: int = 0,
+) -> None:
+    """Let a draft vocabulary, a set of N tokens with copies of their rows of the head, follow the tokens of a step.
+
+    The list of a call is ``prompt_tokens``, then ``sampled_tokens``. A token of the list that is in the set marks its
+    row as used. A token that is not takes another token's row: the CLOCK algorithm. The hand goes over the rows, clears
+    the marks that it finds and stops at a row without one. It never takes a row of a token of this list. A token that is
+    listed twice counts once, by its last place. At most half of the rows change in a call. If more tokens are missing,
+    the last ones of the list enter, in the order of the list.
+
+    The result depends only on the arguments, so CPU and CUDA leave the same bytes. Ids outside ``[first_token,
+    first_token + V)`` are padding (-1) or belong to another rank of tensor parallelism. They are skipped.
+
+    Args:
+        sampled_tokens: int32 or int64 ``[>= 0]``, any stride. The tokens that ``counters`` counts.
+        head: ``[V, H]``, any dtype of 1, 2, 4 or 8 bytes, contiguous rows. The output head, or this rank's part of it.
+        token_ids: int64 ``[N]`` with 1 <= N <= V, contiguous; **mutated**. The token of each row.
+        row_of_token: int32 ``[>= V]``, contiguous; **mutated**. The row of each token of the head, -1 without one.
+        weight: dtype of ``head``, ``[N, H]``, contiguous rows; **mutated**. Row r has the bytes of the head's row of
+            ``token_ids[r]``.
+        used: int32 ``[>= ceil(N / 32)]``, contiguous; **mutated**. One bit per row, the lowest bit first.
+        hand: int32 ``[>= 1]``, contiguous; **mutated**. The row where the next search starts.
+        counters: int64 ``[>= 2]``, contiguous; **mutated**. Number of sampled tokens of this head so far, and of those
+            that were not in the set before their call. Duplicates count.
+        prompt_tokens: int32 or int64 ``[>= 0]``, any stride, or None. Tokens that enter too, but are not counted.
+        first_token: the token of the first row of ``head``.
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> head, token_ids = torch.arange(6.0)[:, None], torch.arange(2)
+        >>> rows, weight = torch.tensor([0, 1, -1, -1, -1, -1], dtype=torch.int32), head[:2].clone()
+        >>> used, hand = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        >>> counters = torch.zeros(2, dtype=torch.int64)
+        >>> ops.update_draft_vocabulary(torch.tensor([0, 5, -1]), head, token_ids, rows, weight, used, hand, counters)
+        >>> token_ids.tolist(), weight.flatten().tolist(), counters.tolist()  # 0 is in use, so 5 takes the row of 1
+        ([0, 5], [0.0, 5.0], [2, 1])
+    """
+
+
+@op(mutates=("tokens", "values"))
+def argmax_draft_tokens(logits: Tensor, token_ids: Tensor, tokens: Tensor, values: Tensor | None = None) -> None:
+    """Find the token with the largest logit in each row, if the logits are those of the tokens ``token_ids``.
+
+    The lowest token wins among equal logits, so the order of ``token_ids`` does not matter. A NaN counts as -inf. A row
+    with only -inf and NaN gives token 0 with the value -inf.
+
+    Args:
+        logits: float32, float16 or bfloat16 ``[R, N]``, any strides.
+        token_ids: int64 ``[>= N]``, contiguous. Ids in [0, 2^31).
+        tokens: int32 or int64 ``[>= R]``, any stride; **mutated** in rows [0, R).
+        values: float32 ``[>= R]``, contiguous, or None; **mutated** in rows [0, R): the largest logit (0 for -0).
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> tokens = torch.zeros(1, dtype=torch.int64)
+        >>> ops.argmax_draft_tokens(torch.tensor([[2.0, 1.0, 2.0]]), torch.tensor([70, 3, 50]), tokens)
+        >>> tokens.tolist()
+        [50]
+    """
+
+
+@op(mutates=("out",))
+def expand_draft_logits(logits: Tensor, row_of_token: Tensor, out: Tensor) -> None:
+    """Spread the logits of a draft vocabulary over the whole vocabulary: a token outside the set gets -inf.
+
+    A sampler that draws from ``out`` never draws a token outside the set, and rejection sampling finds in it the
+    distribution that was drawn from.
+
+    Args:
+        logits: float32, float16 or bfloat16 ``[R, N]``, any strides.
+        row_of_token: int32 ``[V]``, contiguous. The column of each token in ``logits``; -1 outside the set.
+        out: dtype of ``logits``, ``[R, >= V]``, any strides; **mutated**. Columns from V on are -inf.
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> out = torch.zeros(1, 4)
+        >>> ops.expand_draft_logits(torch.tensor([[2.0, 1.0]]), torch.tensor([-1, 1, 0, -1], dtype=torch.int32), out)
+        >>> out.tolist()
+        [[-inf, 1.0, 2.0, -inf]]
+    """

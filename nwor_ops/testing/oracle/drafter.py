@@ -10,10 +10,12 @@ from torch import Tensor
 PAD = -1
 
 __all__ = [
+    "argmax_draft_tokens",
     "compute_slot_mappings",
     "copy_expand_inputs",
     "dcp_local_seq_lens",
     "eagle_step",
+    "expand_draft_logits",
     "extend_queries",
     "gumbel_sample",
     "prepare_decode_inputs",
@@ -21,6 +23,7 @@ __all__ = [
     "prepare_next_token_padded",
     "prepare_prefill_inputs",
     "update_draft_inputs",
+    "update_draft_vocabulary",
 ]
 
 
@@ -296,3 +299,57 @@ def dcp_local_seq_lens(seq_lens, local_seq_lens, dcp_size, dcp_rank, cp_interlea
     local_seq_lens.zero_()
     for row, length in enumerate(lengths):
         local_seq_lens[row] = sum(1 for token in range(length) if token // cp_interleave % dcp_size == dcp_rank)
+
+
+# ---------------------------------------------------------------- draft vocabulary
+
+
+def update_draft_vocabulary(
+    sampled_tokens, head, token_ids, row_of_token, weight, used, hand, counters, prompt_tokens=None, first_token=0
+) -> None:
+    rows, vocab_size = len(token_ids), len(head)
+    prompt = [] if prompt_tokens is None else prompt_tokens.tolist()
+    prompt, sampled = (
+        [token - first_token for token in tokens if 0 <= token - first_token < vocab_size]
+        for tokens in (prompt, sampled_tokens.tolist())
+    )
+    row_of = {token: row for token, row in enumerate(row_of_token[:vocab_size].tolist()) if row >= 0}
+    counters[0] += len(sampled)
+    counters[1] += sum(token not in row_of for token in sampled)
+    touched = {row_of[token] for token in prompt + sampled if token in row_of}
+    marks = set(touched) | {row for row in range(rows) if used[row // 32].item() >> row % 32 & 1}
+    missing = dict.fromkeys(token for token in reversed(prompt + sampled) if token not in row_of)
+    entering = list(missing)[: min(max(rows // 2, 1), rows - len(touched))]
+    place = hand[0].item()
+    for token in reversed(entering):
+        while place in marks:
+            if place not in touched:
+                marks.remove(place)
+            place = (place + 1) % rows
+        row_of_token[int(token_ids[place]) - first_token] = -1
+        token_ids[place], row_of_token[token] = token + first_token, place
+        weight.view(torch.uint8)[place] = head.view(torch.uint8)[token]
+        touched.add(place)
+        marks.add(place)
+        place = (place + 1) % rows
+    hand[0] = place
+    for word in range(-(-rows // 32)):
+        bits = sum(1 << bit for bit in range(32) if word * 32 + bit in marks)
+        used[word] = bits - 2**32 if bits >= 2**31 else bits
+
+
+def argmax_draft_tokens(logits, token_ids, tokens, values=None) -> None:
+    for row, of_row in enumerate(logits.float().tolist()):
+        best = max((logit for logit in of_row if not math.isnan(logit)), default=-math.inf)
+        drawn = [int(token) for token, logit in zip(token_ids, of_row, strict=False) if logit == best > -math.inf]
+        tokens[row] = min(drawn, default=0)
+        if values is not None:
+            values[row] = best + 0.0
+
+
+def expand_draft_logits(logits, row_of_token, out) -> None:
+    out.fill_(-math.inf)
+    integers = {2: torch.int16, 4: torch.int32}[logits.element_size()]
+    for token, row in enumerate(row_of_token.tolist()):
+        if row >= 0:
+            out.view(integers)[:, token] = logits.view(integers)[:, row]
