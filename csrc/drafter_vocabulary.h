@@ -54,7 +54,7 @@ inline VocabularyArguments check_vocabulary(
     const Tensor& token_ids,                     // int64 [num_rows], written
     const Tensor& row_of_token,                  // int32 [vocab_size], written
     const Tensor& weight,                        // dtype of head [num_rows, hidden_size], written
-    const Tensor& used,                          // int32 [ceil(num_rows / 32)], written
+    const Tensor& used,                          // int32 [num_rows / 32], rounded up, written
     const Tensor& hand,                          // int32 [1], written
     const Tensor& counters,                      // int64 [2], written
     const std::optional<Tensor>& prompt_tokens,  // ids [num_tokens]

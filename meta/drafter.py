@@ -8,8 +8,8 @@ ROWS, TOKENS, STATES, CAPACITY = "[num_rows]", "[num_tokens]", "[num_states]", "
 STARTS, DRAFTS = "[num_rows + 1]", "[num_rows, num_speculative_steps]"
 
 ARGUMENTS = by_name({
-    ids(ROWS): "tokens idx_mapping num_sampled num_rejected sampled backup_next_token_ids next_token_ids valid_sampled_count "
-    "token_indices_to_sample",
+    ids(ROWS): "idx_mapping num_sampled num_rejected sampled backup_next_token_ids next_token_ids valid_sampled_count "
+    "token_indices_to_sample tokens",
     ids(TOKENS): "target_input_ids hidden_state_mapping sampled_tokens prompt_tokens",
     ids(STATES): "last_sampled next_prefill_tokens",
     ids(DRAFTS): "draft_tokens",

@@ -610,11 +610,11 @@ def update_draft_vocabulary(
 ) -> None:
     """Let a draft vocabulary, a set of N tokens with copies of their rows of the head, follow the tokens of a step.
 
-    The list of a call is ``prompt_tokens``, then ``sampled_tokens``. A token of the list that is in the set marks its
-    row as used. A token that is not takes another token's row: the CLOCK algorithm. The hand goes over the rows, clears
-    the marks that it finds and stops at a row without one. It never takes a row of a token of this list. A token that is
-    listed twice counts once, by its last place. At most half of the rows change in a call. If more tokens are missing,
-    the last ones of the list enter, in the order of the list.
+    The list of a call is ``prompt_tokens``, then ``sampled_tokens``. A listed token that is in the set marks its row as
+    used. One that is missing takes the row of another token, by the CLOCK algorithm: the hand goes over the rows,
+    clears the marks that it finds, and stops at a row without one. It never takes the row of a listed token. A token
+    that is listed twice counts once, by its last place. At most half of the rows change in a call (one row if N = 1).
+    If more tokens are missing, the last ones of the list enter, in the order of the list.
 
     The result depends only on the arguments, so CPU and CUDA leave the same bytes. Ids outside ``[first_token,
     first_token + V)`` are padding (-1) or belong to another rank of tensor parallelism. They are skipped.

@@ -246,6 +246,52 @@ def test_extend_by_hand(device):
     assert late["slot_mapping"].tolist() == [slot(0, 29), slot(0, 30), slot(0, 31), *[-1] * 13]
 
 
+def test_update_draft_vocabulary_by_hand(device):
+    """Rows 0 to 7 have tokens 3, 10, 17, 24, 31, 38, 5, 12. Rows 0, 4 and 7 are marked, and the hand is at row 3."""
+    after = run("update_draft_vocabulary", samples.vocabulary(), device)
+    # The list is 17, 12, 17, 10, 40, 24, 3, 9, -1, 9, and 40 is no token: rows 0, 1, 2, 3 and 7 are listed.
+    # The hand passes row 3, clears row 4, and 9 takes row 5.
+    tokens = [3, 10, 17, 24, 31, 9, 5, 12]
+    assert after["token_ids"].tolist() == tokens
+    assert after["used"][0].item() == 0b10101111
+    assert after["hand"][0].item() == 6
+    assert after["counters"].tolist() == [100 + 3, 7 + 2]  # 3, 9 and 9
+    assert after["row_of_token"].tolist() == [tokens.index(t) if t in tokens else -1 for t in range(40)]
+    assert torch.equal(after["weight"], after["head"][tokens])
+
+
+def test_more_missing_tokens_than_half_the_rows(device):
+    """The last four of the list enter, in its order. A token counts by its last place."""
+    arguments = samples.vocabulary((20, 21, 22, 20), (1, 2, 4), used=0, hand=0)
+    after = run("update_draft_vocabulary", arguments, device)
+    assert after["token_ids"].tolist() == [4, 21, 22, 20, 31, 38, 5, 12]
+
+
+@pytest.mark.parametrize("tokens", [(5, 6), (12, 5, 6, 7)])
+def test_rows_of_listed_tokens_stay(device, tokens):
+    """One of two rows is listed: only one token enters. Both are: none does."""
+    after = run("update_draft_vocabulary", samples.vocabulary((3, *tokens), None, rows=2, used=0, hand=0), device)
+    assert after["token_ids"].tolist() == [3, tokens[-1]]
+    both = run("update_draft_vocabulary", samples.vocabulary((3, 10, 5), None, rows=2), device)
+    assert both["token_ids"].tolist() == [3, 10]
+
+
+def test_argmax_draft_tokens_by_hand(device):
+    logits = torch.tensor([[1.0, 5.0, 5.0, math.nan], [-math.inf, math.nan, -math.inf, -1.0], [-math.inf] * 4])
+    tokens, values = samples.poisoned(3, dtype=torch.int64), samples.poisoned(3, dtype=torch.float32)
+    after = run("argmax_draft_tokens", (logits, int64(9, 700, 30, 2), tokens, values), device)
+    assert after["tokens"].tolist() == [30, 2, 0]
+    assert after["values"].tolist() == [5.0, -1.0, -math.inf]
+
+
+def test_expand_draft_logits_by_hand(device):
+    arguments = torch.tensor([[1.0, math.nan]]), int32(-1, 1, -1, 0), samples.poisoned(1, 5, dtype=torch.float32)
+    out = run("expand_draft_logits", arguments, device)["out"][0].tolist()
+    assert out[0] == out[2] == out[4] == -math.inf
+    assert math.isnan(out[1])
+    assert out[3] == 1.0
+
+
 def test_local_lens_by_hand(device):
     """Four ranks take turns of two tokens, so rank 1 holds tokens 2, 3, 10, 11, 18, ..."""
     after = run("dcp_local_seq_lens", samples.local_lens(), device)
@@ -659,7 +705,7 @@ TENSORS = [
 @pytest.mark.parametrize(("op", "name"), TENSORS)
 def test_wrong_dtype(op, name):
     arguments = sample_inputs(op)[0]
-    if name in ("hidden_states", "logits"):  # several dtypes are allowed
+    if name in ("hidden_states", "logits", "head"):  # several dtypes are allowed
         value = torch.zeros(named(op, arguments)[name].shape, dtype=torch.complex128)
     else:
         value = torch.zeros(named(op, arguments)[name].shape, dtype=torch.float64)
@@ -685,7 +731,9 @@ FREE_LENGTHS = {
     ("compute_slot_mappings", "idx_mapping"), ("eagle_step", "positions"),
     ("prepare_inputs_padded", "cu_num_draft_tokens"), ("prepare_next_token_padded", "sampled_token_ids"),
     ("gumbel_sample", "logits"), ("copy_expand_inputs", "num_rejected"), ("extend_queries", "target_seq_lens"),
-    ("dcp_local_seq_lens", "seq_lens"),
+    ("dcp_local_seq_lens", "seq_lens"), ("update_draft_vocabulary", "sampled_tokens"),
+    ("update_draft_vocabulary", "prompt_tokens"), ("argmax_draft_tokens", "logits"),
+    ("expand_draft_logits", "row_of_token"),
 }  # fmt: skip
 
 
@@ -834,7 +882,7 @@ def test_outputs_may_share_no_memory(op):
             shared = {output.name: whole[: len(one)], other.name: whole[: len(two)]}
             oracle_checks.refuse(op, with_arguments(op, arguments, **shared), ValueError, "must not share memory")
             checked += 1
-    assert checked or op in ("compute_slot_mappings", "gumbel_sample", "dcp_local_seq_lens")
+    assert checked or op in ("compute_slot_mappings", "gumbel_sample", "dcp_local_seq_lens", "expand_draft_logits")
 
 
 def test_matrices_may_share_no_memory():

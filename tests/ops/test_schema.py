@@ -83,6 +83,12 @@ nwor::extend_queries(Tensor target_query_start_loc, Tensor target_seq_lens, Tens
     -> ()
 nwor::dcp_local_seq_lens(Tensor seq_lens, Tensor(a!) local_seq_lens, int dcp_size, int dcp_rank, int
     cp_interleave=1) -> ()
+nwor::update_draft_vocabulary(Tensor sampled_tokens, Tensor head, Tensor(a!) token_ids, Tensor(b!)
+    row_of_token, Tensor(c!) weight, Tensor(d!) used, Tensor(e!) hand, Tensor(f!) counters, Tensor?
+    prompt_tokens=None, int first_token=0) -> ()
+nwor::argmax_draft_tokens(Tensor logits, Tensor token_ids, Tensor(a!) tokens, Tensor(b!)?
+    values=None) -> ()
+nwor::expand_draft_logits(Tensor logits, Tensor row_of_token, Tensor(a!) out) -> ()
 nwor::plan_recurrent_window(Tensor(a!) plan, Tensor(b!) cursors, Tensor(c!) window_id, Tensor
     state_slots, Tensor query_start_loc, Tensor num_kept, int record_rows, Tensor? is_window=None,
     Tensor(d!)? num_skipped=None, int ring_rows=0, int chunk=0) -> ()

@@ -5,6 +5,7 @@ One function per op creates its arguments. A test changes some of them by name w
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -208,6 +209,48 @@ def local_lens(
     return int32(*lengths), poisoned(len(lengths) + 2), size, rank, interleave
 
 
+def vocabulary(
+    sampled: tuple[int, ...] = (3, 9, PADDED, 9),
+    prompt: tuple[int, ...] | None = (17, 12, 17, 10, 40, 24),
+    vocab: int = 40,
+    rows: int = 8,
+    width: int = 24,
+    dtype: torch.dtype = torch.bfloat16,
+    used: int = 0b10010001,
+    hand: int = 3,
+    first: int = 0,
+) -> tuple[Any, ...]:
+    """A set in which row r has token 7 * r + 3."""
+    tokens = (torch.arange(rows) * 7 + 3) % vocab
+    row_of_token = torch.full((vocab,), -1, dtype=torch.int32)
+    row_of_token[tokens] = torch.arange(rows, dtype=torch.int32)
+    words = [(used >> word * 32 & 2**32 - 1) - (used >> word * 32 + 31 & 1) * 2**32 for word in range(-(-rows // 32))]
+    head = numbers(vocab, width + 1, dtype=dtype)[:, :width]
+    return (
+        int64(*sampled), head, surrounded(tokens + first), surrounded(row_of_token), surrounded(head[tokens]),
+        int32(*words, POISON, POISON), int32(hand, POISON, POISON), int64(100, 7),
+        None if prompt is None else int32(*prompt), first,
+    )  # fmt: skip
+
+
+def argmax(
+    rows: int = 3, columns: int = 50, dtype: torch.dtype = torch.float32, values: bool = True
+) -> tuple[Any, ...]:
+    """Each row has its largest logit several times. The last row has only -inf."""
+    logits = numbers(rows, columns + 1, dtype=dtype)[:, :columns]
+    logits[:, [0, columns // 2, columns - 1]] = 2.0**15
+    logits[-1:] = -math.inf
+    ids = 7 * torch.arange(columns + 1) % 997
+    return (
+        logits, surrounded(ids), poisoned(rows + 1, dtype=torch.int64),
+        poisoned(rows, dtype=torch.float32) if values else None,
+    )  # fmt: skip
+
+
+def expanded(rows: int = 2, dtype: torch.dtype = torch.float32, columns: int = 43) -> tuple[Any, ...]:
+    return numbers(rows, 8, dtype=dtype, seed=3), vocabulary()[3], poisoned(rows, columns, dtype=dtype)
+
+
 def drafter_samples(op: str) -> list[tuple[Any, ...]]:
     samples: dict[str, list[tuple[Any, ...]]] = {
         "prepare_prefill_inputs": [
@@ -268,6 +311,25 @@ def drafter_samples(op: str) -> list[tuple[Any, ...]]:
             local_lens(),
             local_lens(size=1, rank=0),
             local_lens(()),
+        ],
+        "update_draft_vocabulary": [
+            vocabulary(),
+            vocabulary((8, 45, 45, -3), (5, 6, 7, 1000, 35), dtype=torch.float64, first=5),
+            vocabulary(tuple(range(40)), None, rows=40, width=16, used=2**40 - 1, dtype=torch.float32)[:8],
+            vocabulary((5, 2), (3,), rows=1, used=1, hand=0),
+            vocabulary((), ()),
+        ],
+        "argmax_draft_tokens": [
+            argmax(),
+            argmax(columns=700, dtype=torch.bfloat16)[:3],
+            argmax(dtype=torch.float16, columns=1),
+            argmax(0),
+        ],
+        "expand_draft_logits": [
+            expanded(),
+            expanded(dtype=torch.bfloat16, columns=40),
+            expanded(9, dtype=torch.float16),
+            expanded(0),
         ],
     }
     return samples[op]

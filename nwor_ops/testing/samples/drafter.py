@@ -6,11 +6,11 @@ Padded rows come last and hold invalid contents.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from nwor_ops.testing.samples.dice import FLOATS, POISON, Call, Calls, Dice
+from nwor_ops.testing.samples.dice import COUNTED, FLOATS, POISON, Call, Calls, Dice
 
 MOST_TOKENS, MAX_MODEL_LEN = 5, 32
 
@@ -71,6 +71,7 @@ def window(dice: Dice) -> Calls[None]:
     yield from _padded_inputs(dice)
     yield from _eagle(dice, rows)
     yield from _longer_queries(dice, rows)
+    yield from _vocabulary(dice)
     size = dice.size(4, 1)
     lengths = dice.int32(dice.numbers(rows.num_rows, 100, -3))
     yield Call(
@@ -181,4 +182,36 @@ def _longer_queries(dice: Dice, rows: Rows) -> Calls[None]:
         starts, dice.int32(rows.seq_lens), expanded[6], expanded[7], dice.table(count, rows.columns),
         dice.poisoned(count + 2), dice.poisoned(count + 1), dice.poisoned(room, dtype=torch.int64), rows.block_size,
         MAX_MODEL_LEN - 2, new - shift, dice.ids(rows.states),
+    ))  # fmt: skip
+
+
+def _vocabulary(dice: Dice) -> Calls[None]:
+    """Let a draft vocabulary follow some lists of tokens, and use its logits."""
+    vocab, first, dtype = dice.size(90, 1), dice.choice((0, 7)), dice.choice((*FLOATS, torch.uint8, torch.float64))
+    rows, width = dice.size(vocab, 1), dice.choice((1, 8, 33))
+    head = dice.bytes(vocab, width + 1, dtype=dtype)[:, :width]
+    tokens = torch.tensor(dice.data.sample(range(vocab), rows))
+    row_of_token = torch.full((vocab,), -1, dtype=torch.int32)
+    row_of_token[tokens] = torch.arange(rows, dtype=torch.int32)
+    marks = [dice.data.getrandbits(min(rows - start, 32)) for start in range(0, rows, 32)]
+    state: tuple[Any, ...] = (
+        dice.placed(tokens + first), dice.placed(row_of_token), dice.placed(head[tokens]),
+        dice.int32([(word ^ 2**31) - 2**31 for word in marks] + [POISON]), dice.int32([dice.number(rows - 1), POISON]),
+        dice.int64(COUNTED),
+    )  # fmt: skip
+    for _ in range(2):
+        sampled, prompt = (dice.ids(dice.numbers(dice.size(most), vocab + first + 3, -2)) for most in (9, 2 * vocab))
+        after = yield Call("update_draft_vocabulary", (
+            sampled, head, *state, prompt if dice.maybe() else None, first,
+        ))  # fmt: skip
+        state = after[2:8]
+    count, floats = dice.size(9), dice.choice((*FLOATS, torch.float32))
+    logits = dice.normal(count, rows, dtype=floats).round()  # with equal ones
+    logits[torch.rand(logits.shape, generator=torch.Generator().manual_seed(dice.number(99))) < 0.3] = -torch.inf
+    yield Call("argmax_draft_tokens", (
+        dice.strided(logits), state[0], dice.poisoned_ids(count + 1),
+        dice.poisoned(count + 1, dtype=torch.float32) if dice.maybe() else None,
+    ))  # fmt: skip
+    yield Call("expand_draft_logits", (
+        dice.strided(logits), state[1], dice.strided(torch.full((count, vocab + dice.size(2)), POISON, dtype=floats)),
     ))  # fmt: skip

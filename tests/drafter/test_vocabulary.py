@@ -1,0 +1,171 @@
+"""DraftVocabulary: by hand, in a random machine against the oracle, compiled, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, rule
+from state_machines import Counted, run_machine
+
+from nwor_ops import DraftVocabulary
+from nwor_ops.testing import oracle
+
+
+def head_of(tokens, width=4, dtype=torch.float32):
+    """Row t has t + 1 in column t % width: hidden state e_d prefers the largest token of column d."""
+    rows = torch.arange(tokens)
+    head = torch.zeros(tokens, width, dtype=dtype)
+    head[rows, rows % width] = (rows + 1).to(dtype)
+    return head
+
+
+def test_set_follows_tokens(device):
+    head = head_of(12).to(device)
+    vocabulary = DraftVocabulary(head, rows=6)
+    assert vocabulary.coverage() is None
+    hidden = torch.eye(4, device=device)
+    assert vocabulary.draft(hidden).tolist() == [4, 5, 2, 3]
+    vocabulary.update(torch.tensor([10, 2, -1], device=device), torch.tensor([11], device=device))
+    assert vocabulary.token_ids.tolist() == [11, 10, 2, 3, 4, 5]
+    assert vocabulary.draft(hidden).tolist() == [4, 5, 10, 11]
+    assert vocabulary.coverage() == 0.5
+    values, tokens = vocabulary.best(hidden)
+    assert values.tolist() == [5, 6, 11, 12]
+    assert tokens.tolist() == [4, 5, 10, 11]
+    logits = vocabulary.logits(hidden)
+    assert torch.equal(logits, hidden @ head[vocabulary.token_ids].T)
+    full = vocabulary.expand_logits(logits, torch.empty(4, 12, device=device))
+    outside = [token for token in range(12) if token not in vocabulary.token_ids.tolist()]
+    assert (full[:, outside] == -math.inf).all()
+    assert torch.equal(full[:, vocabulary.token_ids], logits)
+
+
+def test_parts_of_a_head(device):
+    """Two ranks see the same tokens and each takes those of its part."""
+    head = head_of(16).to(device)
+    parts = [DraftVocabulary(head[first : first + 8], 4, first_token=first) for first in (0, 8)]
+    for part in parts:
+        part.update(torch.tensor([7, 15, 14, 6, -1], device=device))
+    assert [part.token_ids.tolist() for part in parts] == [[7, 6, 2, 3], [15, 14, 10, 11]]
+    assert [part.counters.tolist() for part in parts] == [[2, 2], [2, 2]]
+    values, tokens = zip(*(part.best(torch.eye(4, device=device)[3:]) for part in parts), strict=True)
+    assert (torch.cat(values).tolist(), torch.cat(tokens).tolist()) == ([8.0, 16.0], [7, 15])
+
+
+def test_reload_and_reset():
+    vocabulary = DraftVocabulary(head_of(12), rows=6)
+    vocabulary.update(torch.tensor([10, 11]))
+    address, tokens = vocabulary.weight.data_ptr(), vocabulary.token_ids.clone()
+    vocabulary.head.mul_(2)
+    vocabulary.reload()
+    assert torch.equal(vocabulary.weight, 2 * head_of(12)[tokens])
+    vocabulary.reload(head_of(12))
+    assert torch.equal(vocabulary.weight, head_of(12)[tokens])
+    for tensor in (vocabulary.weight, vocabulary.token_ids, vocabulary.row_of_token, vocabulary.counters):
+        tensor.fill_(99)
+    vocabulary.reset()
+    fresh = DraftVocabulary(head_of(12), rows=6)
+    for name in ("weight", "token_ids", "row_of_token", "counters"):
+        assert torch.equal(getattr(vocabulary, name), getattr(fresh, name))
+    assert vocabulary.weight.data_ptr() == address
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_step(device, dtype):
+    """Update and draft in one graph, with changed tokens."""
+    vocabulary = DraftVocabulary(head_of(40, dtype=dtype).to(device), rows=8)
+    eager = DraftVocabulary(head_of(40, dtype=dtype).to(device), rows=8)
+    hidden = torch.eye(4, device=device, dtype=dtype)
+
+    def step(which, tokens, prompt):
+        which.update(tokens, prompt)
+        drafts = which.draft(hidden)
+        return drafts, which.expand_logits(which.logits(hidden), torch.empty(4, 40, device=device, dtype=dtype))
+
+    compiled = torch.compile(lambda tokens, prompt: step(vocabulary, tokens, prompt), fullgraph=True)
+    for seed in range(4):
+        tokens, prompt = torch.randint(-1, 40, (2, 6), generator=torch.Generator().manual_seed(seed)).to(device)
+        for ours, theirs in zip(compiled(tokens, prompt), step(eager, tokens, prompt), strict=True):
+            assert torch.equal(ours, theirs)  # each product has one term that is not zero
+
+
+HEAD = torch.zeros(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("head", "rows", "error", "sentence"),
+    [
+        (HEAD, 9, ValueError, "rows must be at most 8, the rows of head, got 9"),
+        (HEAD, 0, ValueError, "rows must be at least 1, got 0"),
+        (HEAD, 2.0, TypeError, "rows must be an integer, got 2.0"),
+        (HEAD[0], 1, ValueError, "head must have 2 dimensions"),
+        (HEAD[:0], 1, ValueError, "head must have 2 dimensions, the first of at least 1"),
+        (HEAD.T, 1, ValueError, "head must have contiguous rows, got strides"),
+        (HEAD.to(torch.float8_e4m3fn), 1, TypeError, "head must have dtype torch.float32 or torch.float16 or"),
+        (HEAD.to(torch.int8), 1, TypeError, "head must have dtype"),
+        (HEAD.clone().requires_grad_(), 1, RuntimeError, "head must not require a gradient; pass head.detach"),
+        ([[1.0]], 1, TypeError, "head must be a tensor"),
+    ],
+)
+def test_refused(head, rows, error, sentence):
+    with pytest.raises(error, match=f"^DraftVocabulary: {sentence}"):
+        DraftVocabulary(head, rows)
+
+
+def test_reload_refuses_another_shape():
+    vocabulary = DraftVocabulary(HEAD, 4)
+    with pytest.raises(ValueError, match=r"^DraftVocabulary: head must stay torch.float32 \[8, 4\] on cpu, got"):
+        vocabulary.reload(HEAD[:6])
+
+
+class Machine(Counted):
+    """Random updates. After each, the set equals the oracle's and its three tensors agree."""
+
+    @initialize(rows=st.sampled_from([1, 2, 3, 31, 33, 48]), spare=st.integers(0, 40), first=st.sampled_from([0, 7]))
+    def start(self, rows: int, spare: int, first: int) -> None:
+        self.head = torch.arange(rows + spare, dtype=torch.float32)[:, None] + 0.5
+        self.vocabulary = DraftVocabulary(self.head, rows, first_token=first)
+        ours = self.vocabulary
+        self.model = [
+            t.clone() for t in (ours.token_ids, ours.row_of_token, ours.weight, ours._used, ours._hand, ours.counters)
+        ]
+
+    @rule(data=st.data(), prompt=st.none() | st.integers(0, 99))
+    def update(self, data: st.DataObject, prompt: int | None) -> None:
+        token = st.integers(self.vocabulary.first_token - 2, self.vocabulary.first_token + len(self.head) + 1)
+        tokens = torch.tensor(data.draw(st.lists(token, max_size=6)), dtype=torch.int32)
+        dice = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+        listed = None if prompt is None else torch.randint(-1, len(self.head) + 9, (prompt,), generator=dice)
+        self.vocabulary.update(tokens, listed)
+        oracle.update_draft_vocabulary(tokens, self.head, *self.model, listed, self.vocabulary.first_token)
+
+    @rule(token=st.integers(0, 99), length=st.integers(1, 9))
+    def repeat(self, token: int, length: int) -> None:
+        """A run of neighbours, as a loop in a text."""
+        tokens = self.vocabulary.first_token + torch.arange(token, token + length)
+        self.vocabulary.update(tokens)
+        oracle.update_draft_vocabulary(tokens, self.head, *self.model, first_token=self.vocabulary.first_token)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "vocabulary"):
+            return
+        ours = self.vocabulary
+        state = (ours.token_ids, ours.row_of_token, ours.weight, ours._used, ours._hand, ours.counters)
+        assert all(map(torch.equal, state, self.model))
+        places = ours.token_ids - ours.first_token
+        assert ours.row_of_token[places].tolist() == list(range(len(places)))
+        assert int((ours.row_of_token >= 0).sum()) == len(places)
+        assert torch.equal(ours.weight, self.head[places])
+
+
+SHARE = settings(max_examples=40, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.state_machine
+def test_random_updates(machine_seed, request):
+    run_machine(Machine, SHARE, machine_seed, request)
