@@ -150,6 +150,12 @@ OTHER_DATA = {
         samples.extend((0, 2, 2, 5, 9), (1, 4, 2, 0), (1, 2, 3, 40), first_position=17),
     ],
     "dcp_local_seq_lens": [samples.local_lens((9, 3, 0, 77, 1, 2))],
+    "update_draft_vocabulary": [
+        samples.vocabulary((1, 2, 3, 4), (samples.PADDED,) * 6),
+        samples.vocabulary((samples.PADDED,) * 4, (39, 38, 37, 36, 35, 34), used=255, hand=7),
+    ],
+    "argmax_draft_tokens": [(logits.neg_(), *more) for logits, *more in [samples.argmax()]],
+    "expand_draft_logits": [(logits, samples.vocabulary(rows=5)[3], out) for logits, _, out in [samples.expanded()]],
 }
 
 
