@@ -11,7 +11,6 @@ from nwor_ops.drafter.dispatch import Dispatch, GraphKey, keys_of_token_counts
 from nwor_ops.drafter.loop import DraftLoop
 from nwor_ops.drafter.metadata import DraftMetadata, FirstPass
 from nwor_ops.drafter.sampler import DraftSampler
-from nwor_ops.drafter.vocabulary import DraftVocabulary
 
 __all__ = [
     "Dispatch",
@@ -19,7 +18,6 @@ __all__ = [
     "DraftLoop",
     "DraftMetadata",
     "DraftSampler",
-    "DraftVocabulary",
     "FirstPass",
     "GraphKey",
     "keys_of_token_counts",

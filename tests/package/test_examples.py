@@ -8,6 +8,7 @@ import sys
 from math import prod
 
 import draft_loop
+import draft_vocabulary
 import pytest
 import torch
 import torch.nn.functional as F
@@ -271,6 +272,16 @@ def test_script_reproduces_plain_decoding(script, arguments, says):
     assert done.returncode == 0, done.stderr
     assert script == "draft_loop" or "same output as plain greedy decoding: yes" in done.stdout
     assert re.search(says, done.stdout, re.DOTALL), done.stdout
+
+
+def test_draft_vocabulary_keeps_the_text(capsys):
+    """draft_vocabulary.py asserts that the text is that of plain decoding."""
+    draft_vocabulary.main()
+    whole, small = capsys.readouterr().out.splitlines()
+    assert "coverage 1.000" in whole
+    per_step, coverage = map(float, re.findall(r"\d\.\d+", small))
+    assert per_step > 2.3
+    assert 0.97 < coverage < 1
 
 
 def test_draft_loop_notices_other_drafts(monkeypatch, capsys):

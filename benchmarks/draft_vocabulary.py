@@ -1,0 +1,130 @@
+"""Measure the draft vocabulary's device time: an update, and a draft from some rows of a head. It needs a GPU.
+
+    python benchmarks/draft_vocabulary.py [FOLDER]
+
+The head has the shape of Qwen3.5-9B: 248,320 x 4,096 in bfloat16. Tokens follow Zipf's law, as those of a text do. In
+`update/R` each of R requests sampled 1 to 4 tokens. In `update/16+P` a prompt of P tokens came in too. A graph holds 20
+updates with other tokens each. Before each replay the set is restored, so that the same tokens are missing again.
+`entered/...` is the mean number of rows that an update copies.
+
+`draft/ROWS/R` is the matrix product and the argmax of R requests. `head/R` is the same over the whole head by torch.
+`argmax/ROWS/R` and `expand/32768/R` are single ops. Times are medians in microseconds of one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from cow_transaction import alternating_on_gpu, captured
+from results import Row, asked_folder, row, save, this_machine
+from torch import Tensor
+
+from nwor_ops import DraftVocabulary, ops
+
+DEVICE = "cuda"
+VOCABULARY, HIDDEN, ROWS, WINDOW, ROUNDS, CALLS = 248_320, 4096, 32_768, 4, 30, 20
+REQUESTS, PROMPTS, SIZES = (1, 16, 64, 128), (512, 8192), (8192, 16_384, 32_768, 65_536)
+TARGETS = {"update/16": 12.0, "update/16+8192": 25.0}
+
+
+def main() -> None:
+    folder = asked_folder(__doc__)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        head = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+        rows = update_rows(head) + draft_rows(head)
+    save(this_machine(), "draft_vocabulary", rows, folder)
+
+
+class Text:
+    """Tokens whose frequencies follow Zipf's law; ids and ranks have no order in common."""
+
+    def __init__(self) -> None:
+        frequencies = 1 / torch.arange(1, VOCABULARY + 1, dtype=torch.float64, device=DEVICE)
+        self.shares, self.ids = frequencies.cumsum(0) / frequencies.sum(), torch.randperm(VOCABULARY, device=DEVICE)
+
+    def tokens(self, *shape: int) -> Tensor:
+        drawn = torch.rand(shape, dtype=torch.float64, device=DEVICE)
+        return self.ids[torch.searchsorted(self.shares, drawn).clamp(max=VOCABULARY - 1)]
+
+    def sampled(self, requests: int) -> Tensor:
+        """Return one step's tokens, with -1 in place of rejected ones."""
+        kept = torch.randint(1, WINDOW + 1, (requests, 1), device=DEVICE)
+        return self.tokens(requests, WINDOW).where(torch.arange(WINDOW, device=DEVICE) < kept, -1).flatten()
+
+
+def in_graph(call: Callable[[int], object]) -> Callable[[], None]:
+    """Return the replay of a graph with `call(0)`, `call(1)`, ..."""
+
+    def run() -> None:
+        for number in range(CALLS):
+            call(number)
+
+    return captured(run)
+
+
+def timed(name: str, call: Callable[[int], object], prepare: Callable[[], None] = lambda: None) -> Row:
+    samples = alternating_on_gpu({name: in_graph(call)}, ROUNDS, prepare)[name]
+    return row(name, [sample / CALLS for sample in samples], "us", "lower", TARGETS.get(name), digits=2)
+
+
+def update_rows(head: Tensor) -> list[Row]:
+    text, vocabulary, rows = Text(), DraftVocabulary(head, ROWS), []
+    for _ in range(300):  # a set as it is after some traffic
+        vocabulary.update(text.tokens(1024))
+    state = (
+        vocabulary.token_ids, vocabulary.row_of_token, vocabulary._used, vocabulary._hand, vocabulary.counters,
+    )  # fmt: skip
+    saved = [tensor.clone() for tensor in state]
+
+    def restore() -> None:
+        for tensor, old in zip(state, saved, strict=True):
+            tensor.copy_(old)
+
+    for requests, prompt in [(requests, 0) for requests in REQUESTS] + [(16, prompt) for prompt in PROMPTS]:
+        name = f"{requests}+{prompt}" if prompt else str(requests)
+        steps = [(text.sampled(requests), text.tokens(prompt)) for _ in range(CALLS)]
+        restore()
+        entered = []
+        for sampled, listed in steps:
+            before = vocabulary.token_ids.clone()
+            vocabulary.update(sampled, listed)
+            entered.append(float((before != vocabulary.token_ids).sum()))
+        rows += [
+            timed(f"update/{name}", lambda number, steps=steps: vocabulary.update(*steps[number]), restore),
+            row(f"entered/{name}", entered, "rows", "lower"),
+        ]
+    return rows
+
+
+def draft_rows(head: Tensor) -> list[Row]:
+    rows = []
+    hidden = {requests: torch.randn(requests, HIDDEN, dtype=torch.bfloat16, device=DEVICE) for requests in REQUESTS}
+    for requests, states in hidden.items():
+        rows.append(timed(f"head/{requests}", lambda _, h=states: torch.nn.functional.linear(h, head).argmax(-1)))
+    for size in SIZES:
+        vocabulary = DraftVocabulary(head, size)
+        for requests, states in hidden.items():
+            logits, tokens = vocabulary.logits(states), torch.empty(requests, dtype=torch.int64, device=DEVICE)
+            ids, of_tokens = vocabulary.token_ids, vocabulary.row_of_token
+            rows += [
+                timed(f"draft/{size}/{requests}", lambda _, v=vocabulary, h=states: v.draft(h)),
+                timed(
+                    f"argmax/{size}/{requests}",
+                    lambda _, x=logits, i=ids, t=tokens: ops.argmax_draft_tokens(x, i, t),
+                ),
+            ]
+            if size == ROWS:
+                out = torch.empty(requests, VOCABULARY, dtype=torch.bfloat16, device=DEVICE)
+                rows.append(
+                    timed(
+                        f"expand/{size}/{requests}",
+                        lambda _, x=logits, r=of_tokens, o=out: ops.expand_draft_logits(x, r, o),
+                    )
+                )
+    return rows
+
+
+if __name__ == "__main__":
+    main()
