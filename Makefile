@@ -6,8 +6,6 @@
 #   MODE=stage         of the demo: cow (default) or stage
 #   MATRIX_TORCH="2.11.0 2.15.0", MATRIX_WHEELS=FOLDER, MATRIX_FOLDER=FOLDER
 #                      of `make matrix`: fewer versions; where torch's wheels are kept; where everything else is
-#   ISA="avx2-1 avx2-4"
-#                      of `make test-isa`: some of its runs (`python tools/isa.py --list` shows all)
 #   ASAN="undo accept"
 #                      of `make test-asan`: some files of tests/ops, without `test_` and `.py` (default: all)
 #   TRANSITIONS=340000 SEED=7
@@ -46,7 +44,7 @@ CPP := csrc/*.h csrc/*.cpp csrc/common/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda
 # Make deletes the target of a recipe that fails or is interrupted.
 .DELETE_ON_ERROR:
 .PHONY: setup demo test lint types build test-vllm format clean
-.PHONY: docs check test-isa test-nightly matrix next-vllm dist test-dist
+.PHONY: docs check test-nightly matrix next-vllm dist test-dist
 
 export TORCH_INDEX MATRIX_WHEELS
 # pip compiles no modules (--no-compile). The first process that imports a module writes its bytecode, for all others.
@@ -132,12 +130,6 @@ types: $(READY)
 test-vllm: build
 	@echo "== tests with a real vLLM engine"
 	$(PYTEST) tests/vllm
-
-# The tests that depend on the processor, under each of its instruction sets, with 1 and 4 threads.
-test-isa: export NWOR_BUILD_CUDA := 0
-test-isa: setup
-	@echo "== tests under each instruction set"
-	@$(BIN)/python tools/isa.py $(ISA) -- -n $(WORKERS) --dist loadgroup
 
 # Reliability. CONTRIBUTING.md says what each target shows.
 .PHONY: test-random test-asan mutants

@@ -1,5 +1,5 @@
-"""Test the tools that the Makefile runs: stub libraries for a CUDA build of torch, links for an older glibc, runs under
-each instruction set and with sanitizers, and mutants."""
+"""Test the tools that the Makefile runs: stub libraries for a CUDA build of torch, links for an older glibc, runs with
+sanitizers, and mutants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import asan
-import isa
 import mutants
 import processor
 import pytest
@@ -98,42 +97,6 @@ def test_library_is_linked_for_older_glibc(tmp_path: Path) -> None:
 def test_nothing_is_added_for_old_symbols(tmp_path: Path) -> None:
     build("double sqrt(double); double f(double x) { return sqrt(x); }", "-o", "plain.so", "-lm", folder=tmp_path)
     assert link_flags(tmp_path / "plain.so", (2, 28), "g++", tmp_path / "older") == []
-
-
-# ---------------------------------------------------------------- isa
-
-
-def runs_of(*capabilities: str, has_vllm: bool = True) -> list[isa.Run]:
-    levels = {name: level.needs for name, level in processor.LEVELS.items()}
-    return isa.runs(dict.fromkeys(capabilities, True), has_vllm, levels)
-
-
-def test_each_instruction_set_has_its_runs() -> None:
-    assert [run.name for run in runs_of(has_vllm=False)] == ["default-1", "default-4"]
-    runs = runs_of("avx2", "avx512_f", "avx512_bf16")
-    assert [run.name for run in runs] == [
-        "default-1", "default-4", "avx2-1", "avx2-4", "avx512-1", "avx512-4", "default+avx2", "default+avx512",
-        "avx2+default", "avx2+avx512", "avx512+default", "avx512+avx2", "vllm-avx2", "vllm-avx512",
-        "vllm-avx512_bf16",
-    ]  # fmt: skip
-    mixed = next(run for run in runs if run.name == "avx512+avx2")
-    assert mixed.environment == {"ATEN_CPU_CAPABILITY": "avx512", "NWOR_TEST_SIMDLEN": "256"}
-
-
-def test_run_has_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(isa, "FOLDER", tmp_path)
-    monkeypatch.setenv("NWOR_TEST_CPU", "avx2")  # The shell of the user has it; the run must not.
-    (tmp_path / "test_few.py").write_text(
-        "import os\n\ndef test_environment():\n"
-        "    names = ('OMP_NUM_THREADS', 'NWOR_TEST_SIMDLEN', 'NWOR_TEST_CPU')\n"
-        "    found = {name: os.environ.get(name) for name in names}\n"
-        "    assert found == {'OMP_NUM_THREADS': '4', 'NWOR_TEST_SIMDLEN': '256', 'NWOR_TEST_CPU': None}\n"
-        "    assert os.environ['TORCHINDUCTOR_CACHE_DIR'].endswith('inductor/few')\n"
-    )
-    tests = ("test_few.py", "-p", "no:cacheprovider")
-    assert isa.Run("few", 4, tests, {"NWOR_TEST_SIMDLEN": "256"}).execute([]) == 0
-    assert isa.Run("few", 2, tests, {}).execute([]) == 1
 
 
 # ---------------------------------------------------------------- limits of tests/support/processor.py
