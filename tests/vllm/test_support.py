@@ -17,12 +17,10 @@ import pytest
 import results
 import support_tables
 import tiny_models
-import torch
 import vllm
 from draft_configs import with_settings
 from shown_cases import METHODS, PARALLEL_MODES, Method, ParallelMode
 from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from nwor_ops.vllm.recurrent.supported import check_state_connectors
 from nwor_ops.vllm.support.connectors import CONNECTORS
@@ -293,21 +291,17 @@ def test_connectors_that_are_refused(mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["OffloadingConnector", "MooncakeStoreConnector"])
-def test_connectors_that_store_partial_tails_are_refused_with_recurrent_groups(name: str) -> None:
-    attention = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    states = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
-    dense, hybrid = (
-        SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
-        for specs in ([attention], [attention, states])
-    )
-    inner = with_connector("MultiConnector", connectors=[{"kv_connector": name, "kv_role": "kv_both"}])
-    for config in (with_connector(name), inner):
-        check_partial_tails(config, dense, "cow")
-        check_partial_tails(config, hybrid, "stage")
+def test_hybrid_model_refuses_partial_tails(name: str) -> None:
+    dense, hybrid = {"model_config__is_hybrid": False}, {"model_config__is_hybrid": True}
+    inner = {"connectors": [{"kv_connector": name, "kv_role": "kv_both"}]}
+    for connector, extra in ((name, {}), ("MultiConnector", inner)):
+        check_partial_tails(with_settings(with_connector(connector, **extra), **dense), "cow")
+        config = with_settings(with_connector(connector, **extra), **hybrid)
+        check_partial_tails(config, "stage")
         with pytest.raises(Unsupported, match=f"^KV connector {name} with a hybrid model: .*; use mode stage$"):
-            check_partial_tails(config, hybrid, "cow")
-    check_partial_tails(with_connector("SimpleCPUOffloadConnector"), hybrid, "cow")
-    check_partial_tails(engine(kv_transfer_config=None), hybrid, "cow")
+            check_partial_tails(config, "cow")
+    check_partial_tails(with_settings(with_connector("SimpleCPUOffloadConnector"), **hybrid), "cow")
+    check_partial_tails(engine(kv_transfer_config=None, **hybrid), "cow")
 
 
 def test_a_custom_offloading_spec_is_refused() -> None:

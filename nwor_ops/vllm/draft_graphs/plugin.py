@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +22,7 @@ from nwor_ops.config import NworConfig
 from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
 from nwor_ops.vllm.hooks import Hook, Patches, check_library, check_vllm
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS
-from nwor_ops.vllm.support.refusals import Unsupported, check_engine
+from nwor_ops.vllm.support.refusals import Check, Unsupported, check_engine
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 V1_RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -184,7 +184,7 @@ def patch_runner_module(module: ModuleType, logger: Any) -> None:
 def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any) -> Any:
     """Create our speculator. Return None if it is not asked for, or refused with a warning."""
     config = NworConfig.load(vllm_config.additional_config)
-    if not config.draft_graphs or not _may_have_graphs(config, V2_HOOKS, vllm_config, device, logger):
+    if not config.draft_graphs or not _may_have_graphs(config, vllm_config, device, logger):
         return None
     from nwor_ops.vllm.draft_graphs.speculator import GraphedDraftModelSpeculator
 
@@ -212,7 +212,7 @@ def attach(runner: Any, module: str, logger: Any) -> None:
         return
     if module != V1_RUNNER_MODULE:
         return
-    if not _may_have_graphs(config, V1_HOOKS, runner.vllm_config, runner.device, logger):
+    if not _may_have_graphs(config, runner.vllm_config, runner.device, logger):
         return
     from nwor_ops.vllm.draft_graphs.proposer import GraphedProposer
 
@@ -225,12 +225,18 @@ def attach(runner: Any, module: str, logger: Any) -> None:
         refuse(config, error, logger)
 
 
-def _may_have_graphs(config: NworConfig, hooks: tuple[Hook, ...], vllm_config: Any, device: Any, logger: Any) -> bool:
+def checks_of(vllm_config: Any, device_type: str) -> Iterator[Check]:
+    """Yield the checks of a configuration, in order. Start-up and ``nwor-ops check`` make them."""
+    yield lambda: check_vllm(V2_HOOKS if vllm_config.use_v2_model_runner else V1_HOOKS, DRAFT_GRAPHS)
+    yield lambda: check_engine(vllm_config, device_type, DRAFT_GRAPHS)
+    yield lambda: check_library("cuda")
+
+
+def _may_have_graphs(config: NworConfig, vllm_config: Any, device: Any, logger: Any) -> bool:
     """Return whether the engine's configuration permits draft graphs; otherwise refuse them."""
     try:
-        check_vllm(hooks, DRAFT_GRAPHS)
-        check_engine(vllm_config, device.type, DRAFT_GRAPHS)
-        check_library("cuda")
+        for check in checks_of(vllm_config, device.type):
+            check()
     except Unsupported as error:
         refuse(config, error, logger)
         return False

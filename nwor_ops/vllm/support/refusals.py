@@ -26,6 +26,8 @@ from nwor_ops.vllm.support.features import (
     VALUE_WIDTHS,
 )
 
+Check = Callable[[], object]  # a check of an engine's configuration, which raises Unsupported
+
 
 class Unsupported(Exception):
     """The configuration of this engine is not supported. The message names it and gives the reason.

@@ -15,7 +15,6 @@ from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.support.connectors import connectors_of
 from nwor_ops.vllm.support.refusals import EXPORTED_TABLE
 from nwor_ops.vllm.transaction.session import Session
-from nwor_ops.vllm.transaction.supported import check_partial_tails
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _CONTEXT = "vllm.forward_context"
@@ -40,18 +39,13 @@ class ConnectorAttachment(StepListener):
 
     Args:
         runner: vLLM's V1 or V2 runner, after its cache is bound.
-        mode: mode of the session.
-
-    Raises:
-        Unsupported: a connector could read rejected rows in this mode.
     """
 
     # Patched methods of the connector. The method of the same name of this class is called instead. Its first argument
     # is the connector's bound method.
     patched: tuple[str, ...]
 
-    def __init__(self, runner: Any, mode: str) -> None:
-        check_partial_tails(runner.vllm_config, runner.kv_cache_config, mode)
+    def __init__(self, runner: Any) -> None:
         found = list(connectors_of(runner.vllm_config.kv_transfer_config))
         self.layer_wise = [name for name, connector in found if connector.layer_wise]
         self.loads_any_time = any(connector.loads_any_time for _, connector in found)

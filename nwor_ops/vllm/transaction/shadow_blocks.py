@@ -21,7 +21,7 @@ from typing import Any
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
 from nwor_ops.vllm.hooks import Hook, Patches
-from nwor_ops.vllm.support.refusals import ALL_RECURRENT, SCHEDULER, SMALL_CACHE, Unsupported
+from nwor_ops.vllm.support.refusals import ALL_RECURRENT, SMALL_CACHE, Unsupported
 from nwor_ops.vllm.transaction.supported import check_transaction, is_recurrent
 
 HOOKS = (
@@ -132,19 +132,6 @@ def shadow_blocks(vllm_config: Any, kv_cache_config: Any) -> ShadowBlocks:
             needed=per_request,
         )
     return shadow
-
-
-def check_scheduler(vllm_config: Any) -> None:
-    """Refuse a scheduler that is not vLLM's own, because it would give the shadow pages to requests.
-
-    Raises:
-        Unsupported: the engine's scheduler class does not derive from vLLM's.
-    """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
-    if not issubclass(scheduler_class, Scheduler):
-        raise SCHEDULER.because(name=scheduler_class.__qualname__)
 
 
 def patch_scheduler_module(module: ModuleType) -> None:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from nwor_ops.vllm.hooks import Hook, check_library, check_vllm
 from nwor_ops.vllm.support.connectors import connectors_of
-from nwor_ops.vllm.support.refusals import CONNECTOR, PARTIAL_TAILS, UNORDERED, check_engine
+from nwor_ops.vllm.support.refusals import CONNECTOR, PARTIAL_TAILS, SCHEDULER, UNORDERED, Check, check_engine
+
+
+def checks_of(vllm_config: Any, device_type: str, mode: str, hooks: Iterable[Hook]) -> Iterator[Check]:
+    """Yield the checks of a configuration, in order. Start-up and ``nwor-ops check`` make them.
+
+    Args:
+        vllm_config, device_type: vLLM's configuration of the engine, and its device ("cpu", "cuda").
+        mode: mode of the transaction. ``"off"`` for an audit without one.
+        hooks: vLLM functions that its runner patches or calls in this mode.
+    """
+    yield lambda: check_vllm(hooks)
+    yield lambda: check_transaction(vllm_config, device_type, mode)
+    yield lambda: check_partial_tails(vllm_config, mode)
+    if mode == "stage":
+        yield lambda: check_scheduler(vllm_config)
+    if mode != "off":
+        yield lambda: check_library(device_type)
 
 
 def check_transaction(vllm_config: Any, device_type: str, mode: str) -> None:
@@ -23,13 +42,22 @@ def check_connectors(vllm_config: Any, mode: str) -> None:
             raise UNORDERED.because(name=name)
 
 
-def check_partial_tails(vllm_config: Any, kv_cache_config: Any, mode: str) -> None:
-    """Check that no KV connector reads partial blocks of this cache while the next step may write drafts there."""
-    if mode != "cow" or not any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
+def check_partial_tails(vllm_config: Any, mode: str) -> None:
+    """Check that no KV connector reads partial blocks of a hybrid model while the next step may write drafts there."""
+    if mode != "cow" or not vllm_config.model_config.is_hybrid:
         return
     for name, connector in connectors_of(vllm_config.kv_transfer_config):
         if connector.partial_tails:
             raise PARTIAL_TAILS.because(name=name)
+
+
+def check_scheduler(vllm_config: Any) -> None:
+    """Refuse a scheduler that does not derive from vLLM's, because it would give the shadow pages to requests."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
+    if not issubclass(scheduler_class, Scheduler):
+        raise SCHEDULER.because(name=scheduler_class.__qualname__)
 
 
 def is_recurrent(spec: Any) -> bool:

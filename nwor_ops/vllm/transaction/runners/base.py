@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +21,15 @@ from nwor_ops.vllm.audit.pipeline import PipelineAudit
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup, states_of
 from nwor_ops.vllm.audit.shadow import StageAudit
 from nwor_ops.vllm.audit.undo import CacheAudit
-from nwor_ops.vllm.hooks import Hook, check_vllm
-from nwor_ops.vllm.support.refusals import ALL_RECURRENT, HYBRID_PIPELINE, TAKEN_LAYERS, UNNAMED_LAYERS, Unsupported
+from nwor_ops.vllm.hooks import Hook
+from nwor_ops.vllm.support.refusals import (
+    ALL_RECURRENT,
+    HYBRID_PIPELINE,
+    TAKEN_LAYERS,
+    UNNAMED_LAYERS,
+    Check,
+    Unsupported,
+)
 from nwor_ops.vllm.transaction.connectors import ConnectorAttachment
 from nwor_ops.vllm.transaction.layers.back_ends import (
     KIMI_ATTENTION,
@@ -35,8 +42,8 @@ from nwor_ops.vllm.transaction.layers.back_ends import (
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
 from nwor_ops.vllm.transaction.session import Session, Step
 from nwor_ops.vllm.transaction.shadow_blocks import HOOKS as SHADOW_HOOKS
-from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks, check_scheduler, shadow_blocks
-from nwor_ops.vllm.transaction.supported import check_transaction, is_recurrent
+from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks, shadow_blocks
+from nwor_ops.vllm.transaction.supported import checks_of, is_recurrent
 
 # Attributes in which drafters keep the names of their attention layers. They belong to drafters of the V2 runner,
 # drafters of the V1 runner, and the V1 ExtractHiddenStatesProposer, in this order.
@@ -112,6 +119,11 @@ class RunnerAttachment(abc.ABC):
 
     # ------------------------------------------------------------ attaching
 
+    @classmethod
+    def checks_of(cls, vllm_config: Any, device_type: str, mode: str) -> Iterator[Check]:
+        """Yield the checks of a configuration (:func:`nwor_ops.vllm.transaction.supported.checks_of`)."""
+        return checks_of(vllm_config, device_type, mode, cls.hooks if mode != "stage" else (*cls.hooks, *SHADOW_HOOKS))
+
     def attach(self, config: NworConfig, logger: Any) -> Session | None:
         """Patch the runner and its target layers.
 
@@ -128,9 +140,9 @@ class RunnerAttachment(abc.ABC):
         runner = self.runner
         if runner.speculative_config is None:
             return None
-        check_vllm(self.hooks)
-        check_transaction(runner.vllm_config, runner.device.type, config.mode)
-        attached = ConnectorAttachment(runner, config.mode)
+        for check in self.checks_of(runner.vllm_config, runner.device.type, config.mode):
+            check()
+        attached = ConnectorAttachment(runner)
         drafter_layers = self.drafter_layers()
         layers = target_layers(runner, drafter_layers, config.mode)
         if not layers:
@@ -170,8 +182,6 @@ class RunnerAttachment(abc.ABC):
 
     def _shadow_blocks(self, layers: list[TargetLayer], drafter_layers: set[str]) -> ShadowBlocks:
         """Return the shadow pages of mode ``"stage"``, or raise :class:`Unsupported`."""
-        check_vllm(SHADOW_HOOKS)
-        check_scheduler(self.runner.vllm_config)
         check_tables(self.runner, layers, drafter_layers if self.drafter_borrows else set())
         return shadow_blocks(self.runner.vllm_config, self.runner.kv_cache_config)
 

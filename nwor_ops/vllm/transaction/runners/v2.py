@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from nwor_ops.config import NworConfig
 from nwor_ops.transaction.window import Window
 from nwor_ops.vllm.hooks import Hook, check_vllm
-from nwor_ops.vllm.support.refusals import NEW_TOKENS
+from nwor_ops.vllm.support.refusals import NEW_TOKENS, Check
 from nwor_ops.vllm.transaction.runners.base import RunnerAttachment, named_layers, runner_hooks
 from nwor_ops.vllm.transaction.runners.pipeline import HOOKS as PIPELINE_HOOKS
 from nwor_ops.vllm.transaction.runners.pipeline import PipelineRank
@@ -45,10 +44,11 @@ class V2(RunnerAttachment):
     _batch: Any = None  # the last prepared batch
     _rank: PipelineRank | None = None  # only if another pipeline rank samples
 
-    def attach(self, config: NworConfig, logger: Any) -> Session | None:
-        if self.windows > 1 and self.runner.speculative_config is not None:
-            check_vllm(PIPELINE_HOOKS)
-        return super().attach(config, logger)
+    @classmethod
+    def checks_of(cls, vllm_config: Any, device_type: str, mode: str) -> Iterator[Check]:
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            yield lambda: check_vllm(PIPELINE_HOOKS)
+        yield from super().checks_of(vllm_config, device_type, mode)
 
     def patch(self, session: Session) -> None:
         super().patch(session)
