@@ -87,7 +87,9 @@ class DemoEngine:
 
 
 def _session_report(session: Any) -> dict[str, Any]:
-    audit = session.audit
+    from nwor_ops.vllm.audit.engine import cache_audit
+
+    audit = cache_audit(session)
     return {
         "description": session.describe(),
         "stats": session.stats().as_dict(),

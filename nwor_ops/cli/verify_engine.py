@@ -242,17 +242,10 @@ def hides_states_of_vanilla(config: Any) -> bool:
 def audits_in(worker: Any) -> dict[str, Any]:
     """Return what the engine of this worker has audited."""
     import nwor_ops.vllm
-    from nwor_ops.vllm.audit.vllm_states import VllmStateAudit
+    from nwor_ops.vllm.audit.engine import summaries
 
-    sessions, states = nwor_ops.vllm.sessions(), nwor_ops.vllm.one_states()
-    listeners = [listener for session in sessions for listener in session.listeners]
-    return {
-        "modes": [session.mode for session in sessions],
-        "transaction": [session.audit.summary() for session in sessions if session.audit is not None],
-        "vllm_states": [listener.summary() for listener in listeners if isinstance(listener, VllmStateAudit)],
-        "vllm_states_not_audited": [session.states_not_audited for session in sessions if session.states_not_audited],
-        "recurrent": [state.audit.summary() for state in states if state.audit is not None],
-    }
+    sessions = nwor_ops.vllm.sessions()
+    return {"modes": [session.mode for session in sessions]} | summaries(sessions, nwor_ops.vllm.one_states())
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import torch
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.transaction.counters import set_source
 from nwor_ops.vllm import feature_report, metrics
+from nwor_ops.vllm.audit.engine import audit_engine, audit_states_alone, cache_audit
 from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.errors import Errors
@@ -168,8 +169,9 @@ def _patch_warmup_module(module: ModuleType) -> None:
         def warmup_kernels(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
             result = warm_up(model_runner, *args, **kwargs)
             session = _sessions.get(model_runner)
-            if session is not None and session.audit is not None:
-                steps = session.audit.summary()["verify_steps"]
+            audit = None if session is None else cache_audit(session)
+            if audit is not None:
+                steps = audit.summary()["verify_steps"]
                 _logger().info("nwor: vLLM's warm-up was audited, %d steps with drafts", steps)
             return result
 
@@ -277,24 +279,22 @@ def _attach(runner: Any, module: str) -> None:
         previous.patches.undo()
     try:
         attachment = RUNNERS[module](runner)
-        session = attachment.attach(config, logger)
+        session = attachment.attach(config, logger, audit_engine if config.audit else None)
     except Unsupported as error:
-        if config.mode == "off" and one_state.audit_alone(runner):
+        if config.mode == "off" and audit_states_alone(runner):
             logger.info("nwor: only the recurrent states of this engine are audited: %s", error)
             return
         error.stop_if(config.strict, f"mode {config.mode} was asked for", "without it")
         logger.warning("nwor: not active: %s", error)
         return
     if session is None:
-        if config.mode == "off" and one_state.audit_alone(runner):
+        if config.mode == "off" and audit_states_alone(runner):
             said = "the engine does not speculate"
             logger.info("nwor: only the recurrent states of this engine are audited: %s", said)
         else:
             logger.info("nwor: not active: the engine does not speculate")
         return
     _sessions[runner] = session
-    if config.audit:
-        one_state.audit(runner, session, attachment.recurrent_groups, logger)
     if session.manager is not None:
         metrics.publish(runner, session, Session.counts, lambda session: session.counters)
     audit = ", audited at every step" if config.audit else ""

@@ -6,7 +6,7 @@ are listeners. This file is not in ``runners``, because the session needs it and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -82,3 +82,52 @@ class StepListener:
 
     def settled(self, deferred: Deferred, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """The outcome of a deferred window is known. The other arguments are those of :meth:`commit`."""
+
+
+class RecurrentListener:
+    """Receive the events of one recurrent state per request. Every method does nothing. Override those that you need.
+
+    A ``group`` holds the layers of a KV-cache group (``recurrent.group``). A plan is int32 ``[E, 4]`` with rows of
+    source block, rows, first row and target block (0: none).
+    """
+
+    def folding_tails(self) -> None:
+        """The forward is over, and the ends of prompts are about to be folded."""
+
+    def folded(self, group: Any, plan: Tensor, counted: str = "folds") -> None:
+        """Pending rows were folded by this plan.
+
+        Args:
+            group, plan: see the class. A fold of zero rows is a copy.
+            counted: the cause: ``"folds"``, ``"prompt_folds"`` or ``"tail_folds"``.
+        """
+
+    def moved(self, group: Any, plan: Tensor) -> None:
+        """States moved from the sources of a plan to its targets, with their pending rows."""
+
+    def began(self, group: Any, slots: Tensor) -> None:
+        """The states in these blocks begin in the middle of a chunk."""
+
+    def overwritten(self, group: Any, slots: Tensor) -> None:
+        """A prompt is about to overwrite the states in these blocks."""
+
+    def copied(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Whole blocks were copied, given as (source, target)."""
+
+    def assigned(self, blocks: Iterable[int], may_be_loaded: bool = False) -> None:
+        """Blocks got a new owner, or are shared by a prefix-cache hit.
+
+        Args:
+            blocks: their numbers.
+            may_be_loaded: a KV connector may have loaded other states to these blocks.
+        """
+
+    def exported(self, layer: Any, checkpoint: Any, emitted: Tensor, rows: Tensor | None) -> None:
+        """vLLM wrote checkpoints of one layer.
+
+        Args:
+            layer: the layer.
+            checkpoint: vLLM's metadata, with the block and the offset of each checkpoint.
+            emitted: the states that the prefill kernel computed.
+            rows: index in ``emitted`` of each checkpoint. None: they are in the same order.
+        """

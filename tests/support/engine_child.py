@@ -110,7 +110,9 @@ def _run_alone(
     if job["faults"] and job["faults"] not in engine_faults.BEFORE_START:
         llm.collective_rpc(engine_faults.plant, args=(job["faults"],))
     exports = _watch_exports(llm) if job["exports"] and _sessions() else None
-    copied_rows = [CopiedRows(session.manager) for session in _sessions() if session.mode == "stage" and session.audit]
+    copied_rows = [
+        CopiedRows(session.manager) for session in _sessions() if session.mode == "stage" and _cache_audit(session)
+    ]
     started = time.monotonic()
     requests = _requests(job)
     result["rounds"] = []
@@ -380,12 +382,18 @@ def _one_states() -> list[Any]:
     return plugin.one_states() if plugin else []
 
 
+def _cache_audit(session: Any) -> Any:
+    from nwor_ops.vllm.audit.engine import cache_audit
+
+    return cache_audit(session)
+
+
 def describe_worker(worker: Any) -> dict[str, Any]:
     """Return what each worker runs, and what nwor_ops recorded there."""
     runner = worker.model_runner
     config = runner.vllm_config
     layers = config.compilation_config.static_forward_context.values()
-    audits = [session.audit for session in _sessions() if session.audit]
+    audits = [audit for session in _sessions() if (audit := _cache_audit(session))]
     return {
         "runner": type(runner).__module__,
         "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
@@ -399,7 +407,7 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         "recorded_layers": [name for audit in audits for name in audit.recorded_layers],
         "draft_graphs": [report.as_dict() for report in _draft_graphs()],
         "one_state": [
-            {"describe": state.describe(), "audit": state.audit.summary() if state.audit else None}
+            {"describe": state.describe(), "audit": state.listener.summary() if state.listener else None}
             for state in _one_states()
         ],
         "planted": engine_faults.describe(),
@@ -410,7 +418,7 @@ def describe_worker(worker: Any) -> dict[str, Any]:
                 "mode": session.mode,
                 "describe": session.describe(),
                 "stats": session.stats().as_dict(),
-                "audit": session.audit.summary() if session.audit else None,
+                "audit": audit.summary() if (audit := _cache_audit(session)) else None,
                 "vanilla_steps": dict(session.vanilla_steps),
             }
             for session in _sessions()

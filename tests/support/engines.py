@@ -200,6 +200,7 @@ def _job(
     from vllm import LLM
 
     import nwor_ops.vllm
+    from nwor_ops.vllm.audit.engine import cache_audit
     from nwor_ops.vllm.audit.vllm_states import VllmStateAudit
 
     llm = LLM(**arguments)
@@ -207,7 +208,7 @@ def _job(
         _plant_forward_fault(llm, fault[1])
     elif fault is not None and fault[0] == "log rows":
         nwor_ops.vllm.sessions()[-1].manager.max_draft_tokens = fault[1]
-    staged = [session for session in nwor_ops.vllm.sessions() if session.mode == "stage" and session.audit]
+    staged = [session for session in nwor_ops.vllm.sessions() if session.mode == "stage" and cache_audit(session)]
     copied_rows = [CopiedRows(session.manager) for session in staged]
     sampling = [_sampling(index, temperature, max_tokens) for index in range(len(requests))]
     error = None
@@ -230,11 +231,11 @@ def _job(
         result["session"] = {
             "mode": session.mode,
             "stats": session.stats().as_dict(),
-            "audit": session.audit.summary() if session.audit else None,
+            "audit": audit.summary() if (audit := cache_audit(session)) else None,
             "vanilla_steps": dict(session.vanilla_steps),
             "vllm_states": [found.summary() for found in session.listeners if isinstance(found, VllmStateAudit)],
-            "groups": sorted({layer.group for layer in session._layers.values()}),
-            "layers": {name: layer.fused for name, layer in session._layers.items()},
+            "groups": sorted({layer.group for layer in session.layers.values()}),
+            "layers": {name: layer.fused for name, layer in session.layers.items()},
             "describe": session.describe(),
             "copied_rows": [counted.as_dict() for counted in copied_rows],
         }

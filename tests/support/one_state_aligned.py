@@ -256,8 +256,8 @@ def export(layer: Any, metadata: Any, mixed_qkv: Tensor) -> None:
         recurrent_state=state,
         cu_seqlens=metadata.non_spec_query_start_loc,
     )
-    if layer.one_state and layer.audit is not None:  # 0.33's exporter tells it
-        layer.audit.exported(layer, checkpoint, emitted, None)
+    if layer.one_state and layer.listener is not None:  # 0.33's exporter tells it
+        layer.listener.exported(layer, checkpoint, emitted, None)
 
 
 def fi_chunked(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, state_checkpoints: Tensor,
@@ -379,9 +379,9 @@ def run(checkpoints: bool, most_drafts: int, ring_rows: int, chunk: bool) -> dic
     config.cache_config.mamba_cache_mode = "align"
     weights = weights_of(generator)
     sides = [(CheckpointSide if checkpoints else AlignedSide)(config, ours, False, weights) for ours in (False, True)]
-    audit = sides[1].aligned.audit = StateAudit(sides[1].builders)
+    audit = sides[1].aligned.listener = StateAudit(sides[1].builders)
     for thing in (*sides[1].builders, *sides[1].layers, *([sides[1].owners] if checkpoints else [])):
-        thing.audit = audit
+        thing.listener = audit
     scheduler = Scheduler(block, checkpoints, most_drafts, chance)
     said: dict[str, Any] = {"hits": 0, "prompts": 0, "windows": 0, "checkpoints": 0, "worst": 0.0}
     prompts = [0] * ROWS

@@ -27,8 +27,8 @@ from one_state_aligned import COLUMNS, ROWS, AlignedSide
 from one_state_layers import CONVOLUTION, GROUPS, Batch, K, configuration, normal_inputs, prepare_vllm, weights_of
 from torch import Tensor
 
+from nwor_ops.vllm.audit.cache import AuditError
 from nwor_ops.vllm.audit.recurrent import StateAudit
-from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.recurrent.block_reuse import BlockOwners
 
 # Tokens of each request's prompt, and whether its last token is computed separately, in a window.
@@ -74,7 +74,7 @@ class Engine:
         self._owners = BlockOwners(runner, range(GROUPS), self.cursors)
         self.audit = StateAudit(self.side.builders) if is_audited else None
         for audited in (*self.side.builders, *self.side.layers, self.side.aligned, self._owners):
-            audited.audit = self.audit
+            audited.listener = self.audit
         self.drafts, self.chance = drafts, chance
         self.requests: dict[int, Request] = {}
         self._noise = torch.Generator().manual_seed(chance.randrange(1000))

@@ -425,7 +425,7 @@ def run(
     sides = [side(config, one_state, fused_norm, weights) for one_state in (False, True)]
     audit = StateAudit(sides[1].builders)
     for builder in sides[1].builders:
-        builder.audit = audit
+        builder.listener = audit
     requests: list[Request] = []
     said: dict[str, Any] = {"windows_only": 0, "mixed": 0, "prompts_only": 0, "preempted": 0, "worst": 0.0,
                             "launches_added": -99}  # fmt: skip

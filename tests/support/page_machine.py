@@ -27,9 +27,10 @@ from torch import Tensor
 from nwor_ops.config import NworConfig
 from nwor_ops.kv_cache import LayerCache
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
+from nwor_ops.vllm.audit.engine import audit_cache
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
 from nwor_ops.vllm.transaction.runners import v1, v2
-from nwor_ops.vllm.transaction.runners.base import RunnerAttachment, start_audit
+from nwor_ops.vllm.transaction.runners.base import RunnerAttachment
 from nwor_ops.vllm.transaction.session import Session
 from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks
 
@@ -92,7 +93,7 @@ class Runner:
             shadow_blocks=SHADOW,
             logger=logging.getLogger("nwor"),
         )
-        start_audit(self.session, [layer])
+        audit_cache(self.session)
         self.attachment(self).patch(self.session)
         self.counter = itertools.count(1.0)
         self.copied = CopiedRows(self.session.manager)

@@ -17,8 +17,8 @@ from packed_rows import write_rows
 
 from nwor_ops.config import NworConfig
 from nwor_ops.kv_cache import LayerCache
+from nwor_ops.vllm.audit.engine import audit_cache
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
-from nwor_ops.vllm.transaction.runners.base import start_audit
 from nwor_ops.vllm.transaction.runners.v2 import V2
 from nwor_ops.vllm.transaction.session import Session
 
@@ -97,7 +97,7 @@ class Runner:
             max_drafts_per_request=K, shadow_blocks=None, logger=logging.getLogger("nwor"), windows=ranks,
         )  # fmt: skip
         if audit:
-            start_audit(self.session, [layer])
+            audit_cache(self.session)
         self.attachment = V2(self)
         self.attachment.patch(self.session)
         self.should = self.kv_cache.clone()

@@ -43,7 +43,7 @@ def pending_in(block: int, layers: list[Any]) -> int:
     """
     plugin, found = sys.modules.get("nwor_ops.vllm"), 0
     for engine in plugin.one_states() if plugin else []:
-        cursors = engine._builders[0].group.cursors
+        cursors = engine.builders[0].group.cursors
         rows, first, *earlier = cursors.table[block].tolist()
         rows += sum(earlier)
         if not cursors.chunk:

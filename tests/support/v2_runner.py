@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.kv_cache import LayerCache
+from nwor_ops.vllm.audit.engine import audit_cache
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
-from nwor_ops.vllm.transaction.runners.base import start_audit
 from nwor_ops.vllm.transaction.runners.v2 import V2
 from nwor_ops.vllm.transaction.session import Session
 from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks
@@ -87,7 +87,7 @@ class Runner:
             logger=logging.getLogger("nwor"),
         )
         if audit:
-            start_audit(self.session, [layer])
+            audit_cache(self.session)
         V2(self).patch(self.session)
 
     def prepare_attn(self, input_batch: Any) -> None:

@@ -7,8 +7,7 @@ import torch
 from packed_rows import write_rows
 
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.audit import undo
-from nwor_ops.vllm.audit.undo import AuditError, CacheAudit
+from nwor_ops.vllm.audit.cache import AuditError, CacheAudit
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 4, 4, 2, 8
@@ -172,11 +171,3 @@ def test_a_load_between_two_steps_is_in_the_image_of_the_next() -> None:
     step.audit.loaded()
     step.audit.begin([0, 1], [0], {"0": SLOTS[:1]})
     step.compare()
-
-
-def test_a_mask_is_counted_in_parts(monkeypatch):
-    """Summed as a whole, the mask of a cache of 9 GiB took 72 GiB."""
-    monkeypatch.setattr(undo, "COUNTED_AT_ONCE", 7)
-    for length in (0, 1, 7, 50):
-        mask = torch.arange(length) % 3 == 0
-        assert undo.count(mask) == int(mask.sum())

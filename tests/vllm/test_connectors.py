@@ -46,14 +46,15 @@ def _export_job(settings: dict[str, Any], requests: list[list[int]], max_tokens:
 
 def _session() -> dict[str, Any] | None:
     import nwor_ops.vllm
+    from nwor_ops.vllm.audit.engine import cache_audit
 
     for session in nwor_ops.vllm.sessions():
         return {
             "mode": session.mode,
             "stats": session.stats().as_dict(),
-            "audit": session.audit.summary(),
+            "audit": cache_audit(session).summary(),
             "vanilla_steps": dict(session.vanilla_steps),
-            "others_write": session.audit.others_write,
+            "others_write": cache_audit(session).others_write,
         }
     return None
 

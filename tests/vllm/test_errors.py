@@ -70,6 +70,7 @@ def _job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
     from vllm import LLM
 
     import nwor_ops
+    from nwor_ops.vllm.audit.engine import cache_audit
     from nwor_ops.vllm.metrics import relay
     from nwor_ops.vllm.metrics.publisher import PERIOD
     from nwor_ops.vllm.transaction.session import Step
@@ -97,7 +98,7 @@ def _job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
         "vanilla_steps": vanilla_steps,
         "during": during.as_dict(),
         "after": session.stats().as_dict(),
-        "audit": session.audit.summary(),
+        "audit": cache_audit(session).summary(),
         "vanilla_steps_after": dict(session.vanilla_steps),
         "errors": dict(session.errors.counts),
         "stats": exact.errors,

@@ -23,9 +23,9 @@ from packed_rows import write_rows
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from nwor_ops.kv_cache import LayerCache
+from nwor_ops.vllm.audit.cache import COMMITTED, FREE, AuditError, CacheAudit
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
 from nwor_ops.vllm.audit.shadow import StageAudit
-from nwor_ops.vllm.audit.undo import COMMITTED, FREE, AuditError, CacheAudit
 from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
 from nwor_ops.vllm.transaction.runners.base import log_bytes
@@ -179,7 +179,8 @@ def test_shadow_pages_and_states_are_left_out_together() -> None:
 
     step = Step(make)
     step.audit.begin([0, 3], [2], {"0": SLOTS})
-    marked = step.audit._ignored(step.cache.untyped_storage().data_ptr())
+    step.audit.opened({"0": torch.tensor([24, 25, 26])})
+    marked = step.audit._left_out[step.cache.untyped_storage().data_ptr()]
     assert marked.view(BLOCKS, -1).sum(1).tolist() == [STATE, 0, 0, STATE, STATE, 0, 256, 256]
 
 

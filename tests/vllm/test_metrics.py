@@ -521,7 +521,7 @@ def test_sleeping_engine_keeps_its_counts(monkeypatch: pytest.MonkeyPatch, caplo
     runner, session, state = Runner(), SimpleNamespace(go_to_sleep=go_to_sleep), OneState.__new__(OneState)
     skipped: Any = SkippedRequests(torch.device("cpu"))
     skipped.counter.fill_(3)
-    state._builders, state._skipped, state._slept = [SimpleNamespace(steps=5, host_seconds=0.0)], skipped, None
+    state.builders, state._skipped, state._slept = [SimpleNamespace(steps=5, host_seconds=0.0)], skipped, None
     monkeypatch.setitem(plugin._sessions, runner, session)
     monkeypatch.setitem(plugin.one_state._engines, runner, state)
     module: Any = SimpleNamespace(Worker=Worker)

@@ -32,10 +32,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformType
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cursors import Cursors, SkippedRequests
+from nwor_ops.vllm.audit.cache import AuditError
+from nwor_ops.vllm.audit.engine import audit_states_alone
 from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.audit.recurrent_groups import states_of
 from nwor_ops.vllm.audit.rerun import Rerun
-from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent import layer as layers
@@ -802,7 +803,7 @@ def test_chunks_that_move_to_another_block_keep_their_rows() -> None:
     source, target, kept = torch.tensor([[0, 0], [1, 1], [3, 1]], dtype=torch.int32)
     plan = torch.empty(2, 4, dtype=torch.int32)
     cursors.plan_block_fold(plan, [table], torch.tensor([0, 1]), source, kept, target_columns=target, moves_rows=True)
-    audited.audit.moved(group, [5, 0], [6, 0])
+    audited.audit.moved(group, torch.tensor([[5, 0, 0, 6], [0, 0, 0, 0]]))
     assert audited.audit.summary()["moves"] == 1
     assert cursors.table[[5, 6, 0]].tolist() == [[0, 16, 0], [0, 16, 5], [0, 0, 0]]
     audited.window.slots = torch.tensor([6, 2], dtype=torch.int32)
@@ -816,7 +817,7 @@ def test_rows_that_change_nothing_are_not_counted_as_pending(monkeypatch: pytest
 
     audited = audited_chunks()
     layer, window = audited.layer, audited.window
-    monkeypatch.setattr("nwor_ops.vllm.one_states", lambda: [SimpleNamespace(_builders=[window])])
+    monkeypatch.setattr("nwor_ops.vllm.one_states", lambda: [SimpleNamespace(builders=[window])])
     # The state of block 5 was stored, and the rows after it are real.
     assert (pending_in(5, [layer]), pending_in(2, [layer])) == (2 + 4, 4 + 3)
     layer.group.cursors.drop(torch.tensor([5]))
@@ -833,7 +834,7 @@ def test_the_audit_finds_a_wrong_byte_of_a_move(part: str) -> None:
         tensor[6] = tensor[2]
     (cache.state if part == "state" else cache.record_updates)[6, 1] += 1
     with pytest.raises(AuditError, match="state and record of layer layer in block 6 are not those of block 2, from"):
-        audited.audit.moved(audited.layer.group, [2], [6])
+        audited.audit.moved(audited.layer.group, torch.tensor([[2, 0, 0, 6]]))
 
 
 def test_states_are_audited_if_attention_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -847,17 +848,17 @@ def test_states_are_audited_if_attention_is_not_supported(monkeypatch: pytest.Mo
             return "output"
 
     runner, state = Runner(), plugin.OneState.__new__(plugin.OneState)
-    state._builders, state._aligned, state._owners = [audited.window], None, None
+    state.builders, state._aligned, state._owners = [audited.window], None, None
     state.patches = Patches("test")
-    assert not plugin.audit_alone(runner)
+    assert not audit_states_alone(runner)
     monkeypatch.setitem(plugin._engines, runner, state)
     for _ in range(2):  # the second time with a cache that is bound again
         state.patches.undo()
-        assert plugin.audit_alone(runner)
+        assert audit_states_alone(runner)
     audited.run_unaudited([1, 1])
-    state.audit.forwarded("before")
+    state.listener.forwarded("before")
     assert runner.execute_model(False) == "output"
-    assert (state.audit.summary()["steps"], state.audit.summary()["states_compared"]) == (2, 2)
+    assert (state.listener.summary()["steps"], state.listener.summary()["states_compared"]) == (2, 2)
     with pytest.raises(AuditError, match="state of layer layer in block 2 is not the state after 2 tokens"):
         runner.execute_model(True)
 
@@ -879,14 +880,14 @@ def test_states_are_audited_if_the_engine_does_not_speculate(monkeypatch: pytest
 
     audited = Audited([5, 2], [1, 1])
     runner, state = Runner(), plugin.OneState.__new__(plugin.OneState)
-    state._builders, state._aligned, state._owners = [audited.window], None, None
+    state.builders, state._aligned, state._owners = [audited.window], None, None
     state.patches = Patches("test")
     monkeypatch.setitem(plugin._engines, runner, state)
     entry._attach(runner, supported.RUNNER_MODULE)
     assert entry.sessions() == []
     for _ in range(3):
         assert runner.execute_model() == "output"
-    summary = state.audit.summary()
+    summary = state.listener.summary()
     assert (summary["steps"], summary["windows"], summary["states_compared"]) == (3, 6, 4)
     assert summary["rows_reapplied"] == 4  # each window but the first applies the row of the one before
 
@@ -1060,7 +1061,7 @@ def test_the_audit_follows_new_owners_and_copies() -> None:
     runner = Runner(cursors)
     owners = BlockOwners(runner, [0], cursors)
     owners.attach(Patches("test"))
-    owners.audit = audit = audited.audit
+    owners.listener = audit = audited.audit
     audited.run([1])
     runner.update_requests(scheduled({}, [], [(5, 2)]))
     assert sorted(audit._kept) == [("layer", 2), ("layer", 5)]
@@ -1094,7 +1095,7 @@ def test_requests_that_windows_skip_stop_the_engine_and_are_named(
     builder.plan, builder.starts, builder.slots = window.plan, window.starts, window.slots
     builder._batch_slots = torch.tensor([7, 5, 2, 0])  # the first request of the batch has no window
     state: Any = plugin.OneState.__new__(plugin.OneState)
-    state._builders, state.folds_tails, state._skipped = [builder], False, layer.group.cursors.skipped
+    state.builders, state.folds_tails, state._skipped = [builder], False, layer.group.cursors.skipped
     batch = SimpleNamespace(req_ids=["prompt", "good", "bad"])
     skipped, now = state._skipped, [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -1129,10 +1130,10 @@ def test_a_prompt_end_that_ran_as_a_window_is_folded_by_one_row(audited: bool) -
     builder._fold_plan, builder.starts, builder.slots = torch.zeros_like(window.plan), window.starts, window.slots
     builder._has_planned = True
     state = plugin.OneState.__new__(plugin.OneState)
-    state._builders, state.folds_tails, state.audit = [builder], True, None
+    state.builders, state.folds_tails, state.listener = [builder], True, None
     state._skipped = layer.group.cursors.skipped
     if audited:
-        state.audit = builder.audit = StateAudit([builder])
+        state.listener = builder.listener = StateAudit([builder])
 
     class V2Runner:
         execute_model_state: Any = None
@@ -1161,7 +1162,7 @@ def test_a_prompt_end_that_ran_as_a_window_is_folded_by_one_row(audited: bool) -
     for slot, first in ((5, 0), (6, 7)):
         assert torch.equal(layer.kv_cache[1][slot], truth[first])
     if audited:
-        assert state.audit.summary()["tail_folds"] == 2
+        assert state.listener.summary()["tail_folds"] == 2
     # The next window applies nothing to the folded states.
     folded = layer.kv_cache[1][[5, 6]].clone()
     window.open(layer, [1, 2, 1])
@@ -1216,7 +1217,7 @@ def test_states_at_the_ends_of_blocks_equal_those_with_a_state_per_draft() -> No
     chance = random.Random(5)
     layer, aligned, context, table = aligned_runner()
     assert context.num_states == 1  # only the convolution
-    aligned.audit = audit = StateAudit([])
+    aligned.listener = audit = StateAudit([])
     requests = [Sequence(0), Sequence(1)]
     mapping = torch.tensor([0, 1])
     saved = crossed = 0

@@ -13,7 +13,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from page_machine import DRAFTS, SETTINGS, Engine, Part, Request, Runner, V1Engine, V1Runner, V2Engine, V2Runner
 
-from nwor_ops.vllm.audit.undo import AuditError
+from nwor_ops.vllm.audit.cache import AuditError
 from nwor_ops.vllm.transaction.runners import base, v1
 from nwor_ops.vllm.transaction.session import Session
 

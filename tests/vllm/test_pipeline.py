@@ -13,7 +13,8 @@ import torch
 from pipeline_rank import Engine
 
 from nwor_ops.transaction.in_flight import InFlightManager
-from nwor_ops.vllm.audit.undo import AuditError
+from nwor_ops.vllm.audit.cache import AuditError
+from nwor_ops.vllm.audit.engine import cache_audit
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -35,7 +36,7 @@ def test_a_rank_keeps_accepted_rows(ranks: int, audit: bool, defers: bool) -> No
         for name in totals:
             totals[name] += stats[name]
         if audit:
-            summary = session.audit.summary()
+            summary = cache_audit(session).summary()
             assert {name: summary[name] for name in totals} == {name: stats[name] for name in totals}
             assert summary["exposed_rows"] > 0
             assert summary["stale_rows"] == 0
@@ -92,7 +93,7 @@ def test_a_vanilla_step_is_not_a_finding(monkeypatch: pytest.MonkeyPatch, moment
     session = engine.runner.session
     assert session.vanilla_steps[f"{moment} failed"] == calls // 5 > 2
     assert session.manager.in_flight == 0
-    summary, stats = session.audit.summary(), session.stats()
+    summary, stats = cache_audit(session).summary(), session.stats()
     assert (summary["accepted"], summary["rejected"]) == (stats.accepted, stats.rejected), "of the others alone"
     assert stats.rejected > 0
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from v2_runner import ADAPTIVE_BATCH, ADAPTIVE_SLOTS, SCHEDULER_OUTPUT, SLOTS, TABLE, AdaptiveRunner, Runner
 
+from nwor_ops.vllm.audit.engine import cache_audit
 from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction.runners.v2 import V2
 
@@ -114,7 +115,7 @@ def test_adaptive_verification_uses_the_device_s_counts(audit: bool, mode: str) 
     stats = runner.session.stats()
     assert (stats.drafted, stats.accepted, stats.rejected, stats.cancelled) == (3, 1, 2, 0)
     if audit:
-        found = runner.session.audit.summary()
+        found = cache_audit(runner.session).summary()
         assert (found["drafted"], found["accepted"], found["rejected"], found["stale_rows"]) == (3, 1, 2, 0)
 
 

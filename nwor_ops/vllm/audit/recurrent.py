@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
+from nwor_ops.vllm.audit.cache import AuditError
 from nwor_ops.vllm.audit.rerun import bytes_of, windows_of
-from nwor_ops.vllm.audit.undo import AuditError
-from nwor_ops.vllm.step_listener import StepListener
+from nwor_ops.vllm.step_listener import RecurrentListener, StepListener
 
 
-class StateAudit(StepListener):
+class StateAudit(StepListener, RecurrentListener):
     """Compare the states of every window.
 
     The audit synchronizes and keeps a state per block for each row of a record, so use it only with small models.
@@ -184,13 +184,16 @@ class StateAudit(StepListener):
                     if (name, source) in known:
                         known[name, target] = known[name, source]
 
-    def moved(self, group: Any, sources: Iterable[int], targets: Iterable[int]) -> None:
+    def folding_tails(self) -> None:
+        self.forwarded("before the ends of prompts are folded")
+
+    def moved(self, group: Any, plan: Tensor) -> None:
         """Follow states that moved to another block with their pending rows. 0: no move.
 
         Raises:
             AuditError: a state or a record in a target has other bytes than that in its source.
         """
-        for source, target in zip(sources, targets, strict=True):
+        for source, _, _, target in plan.tolist():
             if not source or not target:
                 continue
             for name, layer in group.layers.items():

@@ -57,15 +57,16 @@ class RecurrentGroup:
         named = {block for computed, row in self.rows() for block in row[max(computed - 1, 0) // self.block_size :]}
         return named - {_NULL_BLOCK}
 
-    def mark(self, blocks: set[int], marked: torch.UntypedStorage, address: int) -> None:
-        """Set the bytes of the states in these blocks, and in block 0, to 1.
+    def mark(self, blocks: set[int], marked: Tensor, address: int) -> int:
+        """Set the bytes of the states in these blocks, and in block 0, to 1. Return their number.
 
         Args:
             blocks: numbers of blocks of this group.
-            marked: one byte for each byte of the storage at `address`. Only the states in that storage are marked.
+            marked: a mask of the storage at `address`. Only the states in that storage are marked.
             address: address of a storage with caches.
         """
         numbers = torch.tensor([_NULL_BLOCK, *sorted(blocks)], device=marked.device)
-        for state in self.states:
-            if state.untyped_storage().data_ptr() == address:
-                same_place(state.view(torch.uint8), marked)[numbers] = 1
+        states = [state for state in self.states if state.untyped_storage().data_ptr() == address]
+        for state in states:
+            same_place(state.view(torch.uint8), marked.untyped_storage())[numbers] = 1
+        return len(numbers) * sum(state[0].numel() * state.element_size() for state in states)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nwor_ops.recurrent.cache import RecurrentCache
 from nwor_ops.validation import BoundToMemory
-from nwor_ops.vllm.audit.undo import AuditError
+from nwor_ops.vllm.audit.cache import AuditError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,19 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from nwor_ops.vllm.audit.cache import SHADOW, AuditedStep, AuditError, CacheAudit, listed
+from nwor_ops.vllm.audit.images import Images, elements, pages, positions, unmarked
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
-from nwor_ops.vllm.audit.undo import (
-    SHADOW,
-    AuditedStep,
-    AuditError,
-    CacheAudit,
-    either,
-    elements_of,
-    listed,
-    rows_at,
-    slot_elements,
-    slots_of,
-)
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
 
 
@@ -39,11 +29,8 @@ class StageAudit(CacheAudit):
     """Audit one model runner in mode ``"stage"``.
 
     Args:
-        layers: as in :class:`CacheAudit`.
-        max_num_tokens: as in :class:`CacheAudit`.
+        layers, max_num_tokens, others_write, recurrent: as in :class:`CacheAudit`.
         shadow_blocks: the shadow pages of each group, as block numbers.
-        others_write: as in :class:`CacheAudit`.
-        recurrent: as in :class:`CacheAudit`.
     """
 
     def __init__(
@@ -56,11 +43,14 @@ class StageAudit(CacheAudit):
     ) -> None:
         super().__init__(layers, max_num_tokens, others_write, recurrent)
         self._shadow_blocks = shadow_blocks
-        shadows = {group: torch.tensor(blocks) for group, blocks in shadow_blocks.items()}
-        self._shadows = {address: self._bytes_of_blocks(address, shadows) for address in self._storages()}
+        self._shadows = {address: unmarked(storage) for address, storage in self._storages.items()}
+        for layer in layers:
+            for plane in layer.cache.planes:
+                mask = self._shadows[layer.kv_cache.untyped_storage().data_ptr()]
+                pages(mask, plane)[list(shadow_blocks[layer.group])] = -1
         # The slot of each token of the open window, per group: in a shadow page if the token was redirected.
         self._redirected: dict[str, Tensor] = {}
-        self._forwarded: dict[int, torch.UntypedStorage] = {}
+        self._forwarded: Images = {}  # the cache after the forward, if a layer's own writer was never called
         self._cancelled = False  # whether the current step ended without sampling
 
     # ------------------------------------------------------------ events of the session
@@ -75,17 +65,18 @@ class StageAudit(CacheAudit):
         if step is None:
             return
         self._forwarded = {}
+        for address, mask in self._shadows.items():
+            self._leave_out(address, mask != 0)
         for group, own in step.slot_mappings.items():
-            found = self._redirected[group] = slot_mappings[group][: len(own)].cpu().clone()
+            slots = self._redirected[group] = slot_mappings[group][: len(own)].cpu().clone()
             blocks, size = self._shadow_blocks[group], self._block_sizes[group]
-            in_shadow = (found >= blocks.start * size) & (found < blocks.stop * size)
-            must = found != own
-            must[self._draft_tokens(step)] = True
-            wrong = must & (own >= 0) & ~in_shadow
+            must = slots != own
+            must[step.draft_tokens] = True
+            wrong = must & (own >= 0) & ~((slots >= blocks.start * size) & (slots < blocks.stop * size))
             if wrong.any():
                 raise AuditError(
                     f"nwor audit, step {self._totals.steps}: group {group}: the slots of these tokens must be in "
-                    f"blocks {blocks.start} to {blocks.stop - 1}: {listed(slots_of(found[wrong]), found)}"
+                    f"blocks {blocks.start} to {blocks.stop - 1}: {listed(slots[wrong].tolist(), slots)}"
                 )
 
     def abandoned(self) -> None:
@@ -104,23 +95,21 @@ class StageAudit(CacheAudit):
         if step is None or not self._redirected:
             return
         for group in step.slot_mappings:
-            tails = self._tails(step, group)
-            for layer in self._layers.values():
-                if layer.group == group:
-                    self._compare_tails(step, moment, layer, *tails)
-        images = {address: storage.clone() for address, storage in step.before.items()}
-        self._write_rows(step, images, {group: self._redirected_tokens(step, group) for group in step.slot_mappings})
+            own, found = self._tails(step, group)
+            for layer in self._layers_of(group):
+                self._compare_tails(step, moment, layer, own, found)
+        images = {address: image.clone() for address, image in self._before.items()}
+        moved = {group: self._redirected[group] != own for group, own in step.slot_mappings.items()}
+        self._write(
+            images, self._records(step), {group: mask.nonzero().flatten().tolist() for group, mask in moved.items()}
+        )
         unrecorded = self._unrecorded()
         self._forwarded = self._copies() if unrecorded else {}
         for layer in unrecorded:
-            tokens = self._own_tokens(step, layer.group)
-            self._copy_rows(layer, self._forwarded, images, step.slot_mappings[layer.group][tokens],
-                            step.slot_mappings[layer.group][tokens])  # fmt: skip
+            own = step.slot_mappings[layer.group][~moved[layer.group]]
+            self._copy_rows(layer, self._forwarded, images, own, own)
         self._totals.moments += 1
-        for address, storage in self._storages().items():
-            wrong = self._differences(address, storage, images[address])
-            if wrong is not None:
-                raise AuditError(f"{moment}, " + self._complaint(step, self._layers_in(address), wrong, {}))
+        self._compare(step, images, moment)
 
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """Compare the cache after the step, as :meth:`CacheAudit.commit` does.
@@ -145,94 +134,64 @@ class StageAudit(CacheAudit):
             states[group][blocks.start : blocks.stop] = SHADOW
         return states
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ the expected images
+
+    def _expect(self, step: AuditedStep, image: Images, rejected: list[int]) -> None:
+        super()._expect(step, image, rejected)
+        for group, shadow in self._redirected.items():
+            own = step.slot_mappings[group].clone()
+            own[rejected] = -1
+            rows = int(((shadow != own) & (own >= 0)).sum())
+            for layer in self._layers_of(group):
+                views = [plane.view for plane in layer.cache.planes]
+                self._totals.committed_rows += rows
+                self._totals.committed_bytes += rows * sum(view[0, 0].numel() * view.element_size() for view in views)
+                if layer.name not in self._recorders and self._forwarded:
+                    self._copy_rows(layer, self._forwarded, image, shadow, own)
+                if self._cancelled:  # cancel copied what the shadow page held where the layer did not write
+                    slots = own.clone()
+                    if layer.name in self._recorders:
+                        slots[self._recorders[layer.name].slot_mapping[: len(slots)].cpu() >= 0] = -1
+                    self._copy_rows(layer, self._storages, image, slots, slots)
+
+    def _unrecorded(self) -> list[TargetLayer]:
+        """Return the layers whose own writer was never called."""
+        return [layer for name, layer in self._layers.items() if name not in self._recorders]
+
+    def _copy_rows(self, layer: TargetLayer, source: Images, target: Images, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows of a layer from one image to another. Negative targets are skipped."""
+        address = layer.kv_cache.untyped_storage().data_ptr()
+        kept = targets >= 0
+        for plane in layer.cache.planes:
+            rows = elements(source[address], plane)[positions(plane, sources[kept])]
+            elements(target[address], plane)[positions(plane, targets[kept])] = rows
 
     def _tails(self, step: AuditedStep, group: str) -> tuple[Tensor, Tensor]:
         """Return the slots from the start of each redirected request's tail page to its first redirected token.
 
         There are two tensors: the request's own slots, and the slots of the shadow page that replaces its tail page.
         """
-        own, found, size = step.slot_mappings[group], self._redirected[group], self._block_sizes[group]
+        own, shadow, size = step.slot_mappings[group], self._redirected[group], self._block_sizes[group]
         tails = [(own[:0], own[:0])]
         for start, end in itertools.pairwise(step.query_start_loc):
-            moved = torch.nonzero(found[start:end] != own[start:end])
+            moved = torch.nonzero(shadow[start:end] != own[start:end])
             if len(moved) > 0:
                 token = start + int(moved[0])
                 rows = torch.arange(-int(own[token] % size), 0)
-                tails.append((own[token] + rows, found[token] + rows))
+                tails.append((own[token] + rows, shadow[token] + rows))
         some, others = zip(*tails, strict=True)
         return torch.cat(some), torch.cat(others)
 
-    def _compare_tails(self, step: AuditedStep, moment: str, layer: TargetLayer, own: Tensor, found: Tensor) -> None:
-        storage = layer.kv_cache.untyped_storage()
+    def _compare_tails(self, step: AuditedStep, moment: str, layer: TargetLayer, own: Tensor, shadow: Tensor) -> None:
         self._totals.tail_rows += len(own)
         for plane in layer.cache.planes:
-            differ = (rows_at(plane, storage, own) != rows_at(plane, storage, found)).flatten(1).any(1).cpu()
+            image = elements(layer.kv_cache.untyped_storage(), plane)
+            differ = (image[positions(plane, own)] != image[positions(plane, shadow)]).flatten(1).any(1).cpu()
             if differ.any():
-                pairs = zip(own[differ].tolist(), found[differ].tolist(), strict=True)
+                pairs = zip(own[differ].tolist(), shadow[differ].tolist(), strict=True)
                 slots = ", ".join(f"{slot} (found at {other})" for slot, other in itertools.islice(pairs, 8))
                 raise AuditError(
                     f"{moment}, nwor audit, step {self._totals.steps}: in layer {layer.name} attention read other rows "
                     f"than the committed ones of {int(differ.sum())} slots: {slots}; query_start_loc "
                     f"{step.query_start_loc}, drafts {step.num_draft_tokens}"
                 )
-
-    def _make_expected(self, step: AuditedStep, rejected: list[int]) -> None:
-        super()._make_expected(step, rejected)
-        left_out = set(rejected)
-        for group in self._redirected:
-            tokens = [token for token in self._redirected_tokens(step, group) if token not in left_out]
-            layers = [layer for layer in self._layers.values() if layer.group == group]
-            self._totals.committed_rows += len(tokens) * len(layers)
-            self._totals.committed_bytes += len(tokens) * sum(map(self._row_bytes, layers))
-        for layer in self._unrecorded() if self._forwarded else ():
-            own = torch.ones(len(step.slot_mappings[layer.group]), dtype=torch.bool)
-            own[rejected] = False
-            found = self._redirected[layer.group]
-            self._copy_rows(layer, self._forwarded, step.before, found[own], step.slot_mappings[layer.group][own])
-        if self._cancelled and self._redirected:
-            self._expect_what_is_there(step, rejected)
-
-    def _expect_what_is_there(self, step: AuditedStep, rejected: list[int]) -> None:
-        """Accept the current bytes at the slots of tokens that a layer did not write: cancel copied them from the
-        shadow pages."""
-        found = self._copies()
-        for name, layer in self._layers.items():
-            slots = step.slot_mappings[layer.group].clone()
-            slots[rejected] = -1
-            if name in self._recorders:
-                slots[self._recorders[name].slot_mapping[: len(slots)].cpu() >= 0] = -1
-            self._copy_rows(layer, found, step.before, slots, slots)
-
-    def _redirected_tokens(self, step: AuditedStep, group: str) -> list[int]:
-        return torch.nonzero(self._redirected[group] != step.slot_mappings[group]).flatten().tolist()
-
-    def _own_tokens(self, step: AuditedStep, group: str) -> list[int]:
-        own = step.slot_mappings[group]
-        return torch.nonzero((self._redirected[group] == own) & (own >= 0)).flatten().tolist()
-
-    def _unrecorded(self) -> list[TargetLayer]:
-        """Return the layers whose own writer was never called."""
-        return [layer for name, layer in self._layers.items() if name not in self._recorders]
-
-    def _copy_rows(
-        self,
-        layer: TargetLayer,
-        source: dict[int, torch.UntypedStorage],
-        target: dict[int, torch.UntypedStorage],
-        source_slots: Tensor,
-        target_slots: Tensor,
-    ) -> None:
-        address = layer.kv_cache.untyped_storage().data_ptr()
-        for plane in layer.cache.planes:
-            found, made = elements_of(source[address], plane), elements_of(target[address], plane)
-            for from_slot, to_slot in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
-                if to_slot >= 0:
-                    made[slot_elements(plane, to_slot)] = found[slot_elements(plane, from_slot)]
-
-    def _row_bytes(self, layer: TargetLayer) -> int:
-        views = (plane.view for plane in layer.cache.planes)
-        return sum(view.shape[2] * view.shape[3] * view.element_size() for view in views)
-
-    def _ignored(self, address: int) -> Tensor | None:
-        return either(super()._ignored(address), self._shadows[address])

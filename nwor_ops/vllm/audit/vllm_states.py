@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nwor_ops.vllm.audit.cache import AuditError
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
-from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.step_listener import StepListener
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nwor_ops.recurrent.cursors import Cursors
-from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.hooks import Patches
+from nwor_ops.vllm.step_listener import RecurrentListener
 
 
 class BlockOwners:
@@ -31,13 +31,13 @@ class BlockOwners:
         cursors: the cursors of all groups.
 
     Attributes:
-        audit: the audit of this engine, or None.
+        listener: receives the copies and the new owners of blocks, or None.
     """
 
     def __init__(self, runner: Any, groups: Sequence[int], cursors: Cursors) -> None:
         self._runner, self._groups, self._cursors = runner, groups, cursors
         self._loads = runner.vllm_config.kv_transfer_config is not None
-        self.audit: StateAudit | None = None
+        self.listener: RecurrentListener | None = None
 
     def attach(self, patches: Patches) -> None:
         """Patch the methods of the runner. ``patches`` are those of this engine."""
@@ -56,8 +56,8 @@ class BlockOwners:
         if copies := scheduler_output.kv_cache_block_copies:
             sources, targets = self._to_device(copies).unbind(1)
             self._cursors.copy(sources, targets)
-            if self.audit is not None:
-                self.audit.copied([(int(source), int(target)) for source, target in copies])
+            if self.listener is not None:
+                self.listener.copied([(int(source), int(target)) for source, target in copies])
         return result
 
     def _new_blocks(self, request: Any) -> Iterator[int]:
@@ -74,8 +74,8 @@ class BlockOwners:
         if not blocks:
             return
         self._cursors.drop(self._to_device(blocks))
-        if self.audit is not None:
-            self.audit.assigned(blocks, may_be_loaded=self._loads)
+        if self.listener is not None:
+            self.listener.assigned(blocks, may_be_loaded=self._loads)
 
     def _to_device(self, blocks: Sequence[Any]) -> Tensor:
         return to_device(np.array(blocks, dtype=np.int64), self._cursors.table.device)

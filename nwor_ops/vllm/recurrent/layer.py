@@ -24,13 +24,13 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cache import RecurrentCache
-from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.audit.rerun import Rerun
 from nwor_ops.vllm.hooks import Patches, when_undone
 from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
 from nwor_ops.vllm.recurrent.models.model import Model
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import has_one_state
+from nwor_ops.vllm.step_listener import RecurrentListener
 
 # The state tensor that vLLM passes to its kernel has two attributes: its layer, and its cache with the records. When
 # vLLM empties ``kv_cache`` to free a cache, the records are freed with the state. ``kv_cache`` itself must keep exactly
@@ -52,7 +52,7 @@ class OneStateLayer(PluggableLayer, MambaBase):
             this name.
         all_states: ``[max_tokens, value_heads, dv, dk]``, only with an audit: the states that vLLM would have kept.
         rerun: only with an audit and the chunk form: the inputs and outputs of the last window.
-        audit: the audit of this engine, or None.
+        listener: receives each checkpoint that vLLM exports, or None.
     """
 
     given_gates = False
@@ -64,7 +64,7 @@ class OneStateLayer(PluggableLayer, MambaBase):
     gate_lower_bound: float | None = None
     all_states: Tensor | None = None
     rerun: Rerun | None = None
-    audit: StateAudit | None = None
+    listener: RecurrentListener | None = None
 
     recurrence: Callable[..., Any]
 
@@ -265,14 +265,14 @@ def _without_speculative_blocks(get: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch_checkpoints() -> None:
-    """Report each checkpoint that vLLM exports to a layer's cache to the layer's audit. Safe to call again."""
+    """Report each checkpoint that vLLM exports to a layer's cache to the layer's listener. Safe to call again."""
 
     def reporting(export: Callable[..., Any]) -> Callable[..., Any]:
         def export_and_report(exporter: Any, checkpoint: Any, **kwargs: Any) -> Any:
             result = export(exporter, checkpoint, **kwargs)
             owner = getattr(kwargs.get("recurrent_state"), _OWNER, None)
-            if owner is not None and owner.audit is not None:
-                owner.audit.exported(owner, checkpoint, kwargs["recurrent_checkpoint"], kwargs.get("recurrent_rows"))
+            if owner is not None and owner.listener is not None:
+                owner.listener.exported(owner, checkpoint, kwargs["recurrent_checkpoint"], kwargs.get("recurrent_rows"))
             return result
 
         return export_and_report

@@ -27,9 +27,9 @@ from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionMetadataBuilder,
 )
 
-from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.recurrent.block_reuse import to_device
 from nwor_ops.vllm.recurrent.group import GroupLayers
+from nwor_ops.vllm.step_listener import RecurrentListener
 
 
 @dataclass
@@ -78,10 +78,10 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
     """Metadata builder of one KV-cache group. Call :meth:`bind` before the first batch.
 
     Attributes:
-        audit: receives each fold, or None.
+        listener: receives each fold, or None.
     """
 
-    audit: StateAudit | None = None
+    listener: RecurrentListener | None = None
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -239,8 +239,8 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         """
         slots = self._batch_slots[places]
         self.group.fold(self._fold_plan, slots, slots, slots.new_ones(slots.shape))
-        if self.audit is not None:
-            self.audit.folded(self.group, self._fold_plan[: slots.shape[0]], "tail_folds")
+        if self.listener is not None:
+            self.listener.folded(self.group, self._fold_plan[: slots.shape[0]], "tail_folds")
         if self.group.cursors.chunk:
             metadata = self._metadata
             assert metadata is not None
@@ -264,7 +264,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
 
     def _plan_batch(self, metadata: OneStateMetadata, slots: Tensor) -> OneStateMetadata:
         self._batch_slots, self._metadata = slots, metadata
-        self._has_planned = False  # drop an earlier batch that no audit read: a graph's capture, a warm-up
+        self._has_planned = False  # drop an earlier batch that no listener took: a graph's capture, a warm-up
         if not metadata.is_windows_only:
             self._fold(metadata, slots)
         if metadata.num_spec_decodes == 0:
@@ -305,8 +305,8 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         if windows is not None:
             slots = slots.masked_fill(windows, 0)
         self.group.fold(self._fold_plan, slots, slots, metadata.batch_kept)
-        if self.audit is not None:
-            self._audit_fold(metadata, slots, windows)
+        if self.listener is not None:
+            self._notify_fold(metadata, slots, windows)
         if self.group.cursors.chunk:
             assert metadata.batch_ends is not None
             of_windows = metadata.spec_sequence_masks_cpu
@@ -319,19 +319,19 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
     def _begin_chunk(self, slots: Tensor, positions: Tensor) -> None:
         """Let the states of these blocks begin in the middle of a chunk. ``positions``: tokens in each state."""
         self.group.begin_chunk(slots, positions)
-        if self.audit is not None:
-            self.audit.began(self.group, slots)
+        if self.listener is not None:
+            self.listener.began(self.group, slots)
 
-    def _audit_fold(self, metadata: OneStateMetadata, slots: Tensor, windows: Tensor | None) -> None:
-        assert self.audit is not None
-        self.audit.overwritten(self.group, slots)
+    def _notify_fold(self, metadata: OneStateMetadata, slots: Tensor, windows: Tensor | None) -> None:
+        assert self.listener is not None
+        self.listener.overwritten(self.group, slots)
         plan, has_state = self._fold_plan[: slots.shape[0]], metadata.has_initial_state
         if has_state is not None:
             # Do not compare what the previous owner left: layers of another group may have used the block since.
             begins = torch.zeros(slots.shape[0], dtype=torch.bool, device=slots.device)
             begins[slice(None) if windows is None else ~windows] = ~has_state
             plan = plan.masked_fill(begins[:, None], 0)
-        self.audit.folded(self.group, plan, "prompt_folds")
+        self.listener.folded(self.group, plan, "prompt_folds")
 
 
 def _decodes_of(common: Any) -> np.ndarray:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +22,6 @@ from torch import Tensor
 from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cursors import Cursors, SkippedRequests
 from nwor_ops.vllm import metrics
-from nwor_ops.vllm.audit.recurrent import StateAudit
-from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
-from nwor_ops.vllm.audit.vllm_states import audit_states
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent.block_reuse import BlockOwners, to_device
@@ -33,9 +30,9 @@ from nwor_ops.vllm.recurrent.models import model_of
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.recurrent.prefix_caching import AlignedStates
 from nwor_ops.vllm.recurrent.supported import has_one_state, problem_of
+from nwor_ops.vllm.step_listener import RecurrentListener
 from nwor_ops.vllm.support.features import ONE_STATE
 from nwor_ops.vllm.support.refusals import NOT_ONE_STATE, Unsupported
-from nwor_ops.vllm.transaction.session import Session
 from nwor_ops.vllm.transaction.supported import is_recurrent
 
 _patches = Patches("one state: pages")
@@ -73,7 +70,9 @@ class OneState:
         patches: the patches of this engine's objects.
 
     Attributes:
-        audit: compares every state, if the configuration asks for it.
+        builders: the metadata builders.
+        patches: the patches of this engine's objects.
+        listener: receives the events of the states, or None.
 
     Example:
         The plugin makes it when a cache is bound. Here no engine runs.
@@ -97,8 +96,8 @@ class OneState:
 
         self.folds_tails = folds_tails
         self.patches = patches or Patches(ONE_STATE)
-        self._builders, self._skipped, self._aligned, self._owners = builders, skipped, aligned, owners
-        self.audit: StateAudit | None = None
+        self.builders, self._skipped, self._aligned, self._owners = builders, skipped, aligned, owners
+        self.listener: RecurrentListener | None = None
         self._slept: tuple[int, Tensor] | None = None  # steps and skipped requests when the engine went to sleep
         cache, drafts = runner.kv_cache_config, geometry.rows - 1
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
@@ -116,7 +115,7 @@ class OneState:
 
     @property
     def num_layers(self) -> int:
-        return sum(len(builder.group.layers) for builder in self._builders)
+        return sum(len(builder.group.layers) for builder in self.builders)
 
     @property
     def form(self) -> str:
@@ -135,31 +134,29 @@ class OneState:
             skipped: the value of :attr:`counter`.
         """
         return {
-            "one_state_steps": self._builders[0].steps,
-            "one_state_host_seconds": sum(builder.host_seconds for builder in self._builders),
+            "one_state_steps": self.builders[0].steps,
+            "one_state_host_seconds": sum(builder.host_seconds for builder in self.builders),
             "one_state_skipped_requests": skipped,
         }
 
     @property
     def counter(self) -> Tensor:
         """int64 ``[1]``: number of skipped requests. After :meth:`go_to_sleep` and until the next step, on the host."""
-        if self._slept is not None and self._slept[0] == self._builders[0].steps:
+        if self._slept is not None and self._slept[0] == self.builders[0].steps:
             return self._slept[1]
         return self._skipped.counter
 
     def go_to_sleep(self) -> None:
         """Copy the counter to the host, because vLLM is about to release its memory (``Worker.sleep``)."""
-        self._slept = self._builders[0].steps, self._skipped.counter.to("cpu", copy=True)
+        self._slept = self.builders[0].steps, self._skipped.counter.to("cpu", copy=True)
 
-    def start_audit(self) -> StateAudit:
-        """Start to compare every state. The caller calls ``forwarded`` of the returned audit after each forward."""
-        self.audit = StateAudit(self._builders)
-        layers = [layer for builder in self._builders for layer in builder.group.layers.values()]
-        for thing in (*self._builders, *layers, self._aligned, self._owners):
-            if thing is not None:
-                thing.audit = self.audit
+    def listen(self, listener: RecurrentListener) -> None:
+        """Send the events of the states to a listener. The caller notifies it of each forward."""
+        layers = [layer for builder in self.builders for layer in builder.group.layers.values()]
+        for source in (self, *self.builders, *layers, self._aligned, self._owners):
+            if source is not None:
+                source.listener = listener
         importlib.import_module("nwor_ops.vllm.recurrent.layer").watch_checkpoints()  # it imports vLLM
-        return self.audit
 
     def after_forward(self, input_batch: Any) -> None:
         """Check the requests of a step, and fold the ends of prompts. Call it between forward and sampling.
@@ -174,7 +171,7 @@ class OneState:
 
     def _unknown_states(self, input_batch: Any) -> CannotContinue:
         """Return the error for requests that a window skipped. It names the requests that this step skipped again."""
-        places = sorted({place for builder in self._builders for place in builder.skipped_places()})
+        places = sorted({place for builder in self.builders for place in builder.skipped_places()})
         names = [input_batch.req_ids[place] for place in places]
         whose = f"of requests {', '.join(names)}" if names else "of requests of earlier steps, which are not known,"
         return CannotContinue.because(
@@ -193,11 +190,11 @@ class OneState:
         tails = input_batch.prefill_runs_as_decode_np
         if tails is None or not tails.any():
             return
-        if self.audit is not None:
-            self.audit.forwarded("before the ends of prompts are folded")
-        places = to_device(tails.nonzero()[0], self._builders[0].plan.device)
+        if self.listener is not None:
+            self.listener.folding_tails()
+        places = to_device(tails.nonzero()[0], self.builders[0].plan.device)
         with torch.inference_mode():
-            for builder in self._builders:
+            for builder in self.builders:
                 builder.fold_first_rows(places)
 
     @property
@@ -355,48 +352,6 @@ def following_forwards(execute: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return execute_model
-
-
-def audit(runner: Any, session: Session, groups: Callable[[], Sequence[RecurrentGroup]], logger: Any) -> None:
-    """Audit the states of an engine too: the one state of a request, or the states that vLLM keeps.
-
-    Args:
-        runner: the engine's runner.
-        session: its session.
-        groups: returns the groups of its recurrent layers.
-        logger: vLLM's logger.
-    """
-    if runner in _engines:
-        session.subscribe(_engines[runner].start_audit())
-    elif recurrent := groups():
-        found = audit_states(runner, recurrent)
-        if isinstance(found, str):
-            session.states_not_audited = found
-            logger.warning("nwor: vLLM's recurrent states are not audited: %s", found)
-        else:
-            session.subscribe(found)
-
-
-def audit_alone(runner: Any) -> bool:
-    """Audit only the states, in an engine whose attention layers are not supported.
-
-    Returns:
-        Whether the engine has one state per request. If not, nothing is done.
-    """
-    if runner not in _engines:
-        return False
-    audit = _engines[runner].start_audit()
-
-    def decorator(execute: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_model(*args: Any, **kwargs: Any) -> Any:
-            result = execute(*args, **kwargs)
-            audit.forwarded("after the forward")
-            return result
-
-        return execute_model
-
-    _engines[runner].patches.put(runner, "execute_model", decorator)
-    return True
 
 
 def _check(vllm_config: Any, logger: Any) -> bool:

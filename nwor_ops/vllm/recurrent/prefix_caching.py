@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent.group import GroupLayers
+from nwor_ops.vllm.step_listener import RecurrentListener
 
 # Fields of the vLLM context that its kernels read. Each has one entry per state.
 PER_STATE = (
@@ -55,7 +55,7 @@ class AlignedStates:
         patches: the patches of this engine.
 
     Attributes:
-        audit: receives each fold, or None.
+        listener: receives each fold, or None.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AlignedStates:
         self._tables = [table for _, table in groups]
         self._plan = torch.zeros(len(groups) * table.shape[0], 4, dtype=torch.int32, device=table.device)
         self._may_cross = True
-        self.audit: StateAudit | None = None
+        self.listener: RecurrentListener | None = None
         is_conv = context.state_conv_widths > 0
         self._pages = _pages_of(context, groups) if self._cursors.chunk else None
         for name in PER_STATE:
@@ -111,9 +111,9 @@ class AlignedStates:
         )
         if self._pages is None:
             self._fold(folds)
-        elif self.audit is not None:
+        elif self.listener is not None:
             for group, plan in folds:
-                self.audit.moved(group, plan[:, 0].tolist(), plan[:, 3].tolist())
+                self.listener.moved(group, plan)
 
     def run_fused_postprocess_align(
         self,
@@ -157,8 +157,8 @@ class AlignedStates:
     def _fold(self, folds: list[tuple[GroupLayers, Tensor]]) -> None:
         for group, plan in folds:
             group.fold_planned(plan)
-            if self.audit is not None:
-                self.audit.folded(group, plan)
+            if self.listener is not None:
+                self.listener.folded(group, plan)
 
 
 def _pages_of(context: Any, groups: Sequence[tuple[GroupLayers, Tensor]]) -> Any:

@@ -72,7 +72,7 @@ class ConnectorAttachment(StepListener):
         self.session = session
         if self.layer_wise:
             session.subscribe(self)
-        if session.audit is not None or session.shadow_blocks is not None:
+        if session.listeners_of("loading") or session.shadow_blocks is not None:
             self.patched += ("start_load_kv", "wait_for_layer_load") if self.layer_wise else ("start_load_kv",)
 
     # ------------------------------------------------------------ patches of the connector's methods

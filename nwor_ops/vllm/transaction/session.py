@@ -28,7 +28,6 @@ from nwor_ops.transaction.in_flight import Deferred, InFlightManager
 from nwor_ops.transaction.manager import DraftCommitManager, set_current_manager
 from nwor_ops.transaction.state import State, is_capturing
 from nwor_ops.transaction.window import Window
-from nwor_ops.vllm.audit.undo import CacheAudit
 from nwor_ops.vllm.errors import CannotContinue, Errors
 from nwor_ops.vllm.hooks import Patches, check_library
 from nwor_ops.vllm.metrics.names import by_reason
@@ -75,9 +74,7 @@ class Session:
             sample, since it learns in a later step which drafts were accepted.
 
     Attributes:
-        audit: the audit that checks every step, or None. It is subscribed like any other listener; the session keeps it
-            only so that its summary can be read.
-        states_not_audited: why an audit leaves out the recurrent states that vLLM keeps, or None.
+        layers: the target layers by name.
         host_seconds: time that the host has spent in :meth:`begin` and :meth:`commit` since vLLM's warm-up.
         errors: counts the errors of this session.
         listeners: the objects that are notified of each event, in this order.
@@ -101,8 +98,8 @@ class Session:
         self.windows = windows
         self.mode = config.mode
         self.shadow_blocks = shadow_blocks
-        self._layers = {layer.name: layer for layer in layers}
-        self._addresses = {name: layer.kv_cache.data_ptr() for name, layer in self._layers.items()}
+        self.layers = {layer.name: layer for layer in layers}
+        self._addresses = {name: layer.kv_cache.data_ptr() for name, layer in self.layers.items()}
         self._logger = logger
         self._step: Step | None = None
         self.begun = 0  # number of windows, counted on the host before the device counts them
@@ -114,8 +111,6 @@ class Session:
         self.vanilla_steps: Counter[str] = Counter()
         self.host_seconds = 0.0
         self.errors = Errors.by_setting(config, logger, "without the transaction in this step")
-        self.audit: CacheAudit | None = None
-        self.states_not_audited: str | None = None
         self._set_listeners(())
         self.patches = Patches(TRANSACTION)
         self.manager: DraftCommitManager | None = None
@@ -157,10 +152,14 @@ class Session:
     def _set_listeners(self, listeners: tuple[StepListener, ...]) -> None:
         self.listeners, self.needs_begin = listeners, any(listener.needs_begin for listener in listeners)
         # In a cold cache each call of an empty method costs the host some us. A listener hears few events.
-        self._hearing = {
+        self._listeners_of = {
             event: tuple(one for one in listeners if getattr(type(one), event) is not getattr(StepListener, event))
             for event in _EVENTS
         }
+
+    def listeners_of(self, event: str) -> tuple[StepListener, ...]:
+        """Return the listeners that override a method of :class:`StepListener`."""
+        return self._listeners_of[event]
 
     @property
     def patches_writers(self) -> bool:
@@ -195,7 +194,7 @@ class Session:
                 self.go_on_without("begin", error)
                 return
             self._step = step
-            for listener in self._hearing["opened"]:
+            for listener in self._listeners_of["opened"]:
                 listener.opened(step.window.slot_mappings)
         finally:
             self.host_seconds += time.perf_counter() - started
@@ -217,7 +216,7 @@ class Session:
 
     def loading(self) -> None:
         """Notify the listeners that a KV connector is about to load rows. Call it before :meth:`loaded`."""
-        for listener in self._hearing["loading"]:
+        for listener in self._listeners_of["loading"]:
             listener.loading()
 
     def loaded(self) -> None:
@@ -231,9 +230,9 @@ class Session:
                 self.manager.refresh_shadow_pages()
             except Exception as error:
                 self.go_on_without("load", error)
-                for listener in self._hearing["abandoned"]:
+                for listener in self._listeners_of["abandoned"]:
                     listener.abandoned()
-        for listener in self._hearing["loaded"]:
+        for listener in self._listeners_of["loaded"]:
             listener.loaded()
 
     def write(self, name: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any) -> None:
@@ -243,8 +242,8 @@ class Session:
         runs once, at capture time and outside any window: each replay inside a window then logs the rows. A replay in a
         step without drafts logs rows that are never restored.
         """
-        layer = self._layers[name]
-        for listener in self._hearing["record"]:
+        layer = self.layers[name]
+        for listener in self._listeners_of["record"]:
             if listener.needs_rows:
                 listener.record(name, key, value, slot_mapping, self._token_offset(layer.group, slot_mapping), rest)
         in_window = self._step is not None or (self.manager is not None and is_capturing(slot_mapping))
@@ -258,7 +257,7 @@ class Session:
         Args:
             moment: when it is called, for messages.
         """
-        for listener in self._hearing["forwarded"]:
+        for listener in self._listeners_of["forwarded"]:
             listener.forwarded(moment)
 
     def commit(self, close: Callable[[DraftCommitManager], None], num_sampled: Callable[[], list[int]]) -> None:
@@ -280,7 +279,7 @@ class Session:
                     committed = True
                 except Exception as error:
                     self.go_on_without("commit", error)
-            self._tell_end(num_sampled, committed)
+            self._notify_end(num_sampled, committed)
         finally:
             self.host_seconds += time.perf_counter() - started
 
@@ -292,7 +291,7 @@ class Session:
         if not self.needs_begin:
             return
         window, (query_start_loc, num_draft_tokens) = step.window, step.on_host()
-        for listener in self._hearing["begin"]:
+        for listener in self._listeners_of["begin"]:
             if listener.needs_begin:
                 listener.begin(
                     query_start_loc, num_draft_tokens, window.slot_mappings, window.block_tables, window.seq_lens
@@ -311,7 +310,7 @@ class Session:
                 deferred = self._deferring_manager.defer()
             except Exception as error:
                 self.go_on_without("defer", error)
-        for listener in self._hearing["deferred"]:
+        for listener in self._listeners_of["deferred"]:
             listener.deferred(deferred)
         return deferred
 
@@ -328,7 +327,7 @@ class Session:
         except Exception as error:
             self._forget(deferred, "settle", error)
             return
-        self._tell_settled(deferred, num_sampled, True)
+        self._notify_settled(deferred, num_sampled, True)
 
     def undo(self, deferred: Deferred, requests: Sequence[int]) -> bool:
         """Undo the drafts of some requests in a deferred window, before their blocks are reused.
@@ -345,7 +344,7 @@ class Session:
         except Exception as error:
             self._forget(deferred, "undo", error)
             return False
-        for listener in self._hearing["undone"]:
+        for listener in self._listeners_of["undone"]:
             listener.undone(deferred, requests)
         return True
 
@@ -357,7 +356,7 @@ class Session:
             self._forget(deferred, "cancel", error)
             return
         self._count(_CANCELLED, "a step ended without sampling; its drafts were undone")
-        self._tell_settled(deferred, None, True)
+        self._notify_settled(deferred, None, True)
 
     @property
     def _deferring_manager(self) -> InFlightManager:
@@ -368,7 +367,7 @@ class Session:
         """Go on after an error as :meth:`go_on_without` does. The drafts of that window stay, and are never undone."""
         with contextlib.suppress(RuntimeError):  # the manager has already forgotten it
             self._deferring_manager.forget(deferred)
-        self._tell_settled(deferred, None, False)
+        self._notify_settled(deferred, None, False)
         self.go_on_without(moment, error)
 
     def after_failure(self, close: Callable[[], None]) -> None:
@@ -384,17 +383,17 @@ class Session:
         """Undo the drafts of a window that is still open: its step failed before it could end."""
         self._step = None
         if self.manager is None or self.manager.state is not State.OPEN:
-            self._tell_drop()
+            self._notify_drop()
             return
         if self._cancel(self.manager):
-            self._tell_end(None, True)
+            self._notify_end(None, True)
 
     def _cancel(self, manager: DraftCommitManager) -> bool:
         """Cancel the open window and return whether its drafts are undone."""
         try:
             manager.cancel()
         except Exception as error:
-            self._tell_drop()
+            self._notify_drop()
             self.go_on_without("cancel", error)
             return False
         self.skip()
@@ -441,32 +440,32 @@ class Session:
     def describe(self) -> str:
         """Return the session's part of the log line ``nwor: active, ...``."""
         if self.manager is None:
-            return f"audits {len(self._layers)} layers, no transaction"
+            return f"audits {len(self.layers)} layers, no transaction"
         if self.shadow_blocks is not None:
             return (
-                f"{len(self._layers)} layers, at most {self.manager.launches_per_window} launches per step and none in "
+                f"{len(self.layers)} layers, at most {self.manager.launches_per_window} launches per step and none in "
                 f"a layer; {self.shadow_blocks.describe()}"
             )
-        fused = sum(layer.fused for layer in self._layers.values())
+        fused = sum(layer.fused for layer in self.layers.values())
         deferred = f", at most {self.windows} windows open or deferred" if self.windows > 1 else ""
         return (
-            f"{len(self._layers)} layers ({fused} with the fused writer), "
+            f"{len(self.layers)} layers ({fused} with the fused writer), "
             f"{self.manager.max_draft_tokens} log rows, log {self.manager.log_bytes / 2**20:.1f} MiB, "
             f"at most {self.manager.launches_per_window} launches per step beyond the writers{deferred}"
         )
 
     # ------------------------------------------------------------ inside
 
-    def _tell_end(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        for listener in self._hearing["commit"]:
+    def _notify_end(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
+        for listener in self._listeners_of["commit"]:
             listener.commit(num_sampled, undone)
 
-    def _tell_drop(self) -> None:
-        for listener in self._hearing["drop"]:
+    def _notify_drop(self) -> None:
+        for listener in self._listeners_of["drop"]:
             listener.drop()
 
-    def _tell_settled(self, deferred: Deferred, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        for listener in self._hearing["settled"]:
+    def _notify_settled(self, deferred: Deferred, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
+        for listener in self._listeners_of["settled"]:
             listener.settled(deferred, num_sampled, undone)
 
     def _log(self, layer: TargetLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> bool:

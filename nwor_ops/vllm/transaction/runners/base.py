@@ -10,17 +10,13 @@ from __future__ import annotations
 import abc
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.audit.pipeline import PipelineAudit
-from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup, states_of
-from nwor_ops.vllm.audit.shadow import StageAudit
-from nwor_ops.vllm.audit.undo import CacheAudit
 from nwor_ops.vllm.hooks import Hook
 from nwor_ops.vllm.support.refusals import (
     ALL_RECURRENT,
@@ -59,6 +55,9 @@ def runner_hooks(module: str, **more: str) -> tuple[Hook, ...]:
         "get_kv_cache_spec": "",
     }
     return tuple(Hook(module, f"GPUModelRunner.{name}", signature) for name, signature in (common | more).items())
+
+
+Auditor = Callable[["RunnerAttachment", Session, bool, Any], None]
 
 
 class RunnerAttachment(abc.ABC):
@@ -124,12 +123,14 @@ class RunnerAttachment(abc.ABC):
         """Yield the checks of a configuration (:func:`nwor_ops.vllm.transaction.supported.checks_of`)."""
         return checks_of(vllm_config, device_type, mode, cls.hooks if mode != "stage" else (*cls.hooks, *SHADOW_HOOKS))
 
-    def attach(self, config: NworConfig, logger: Any) -> Session | None:
+    def attach(self, config: NworConfig, logger: Any, audit: Auditor | None = None) -> Session | None:
         """Patch the runner and its target layers.
 
         Args:
             config: the plugin's settings, which ask for the transaction or the audit.
             logger: vLLM's logger.
+            audit: subscribes an audit. It gets this attachment, the session, whether a KV connector may load rows at
+                any time, and the logger.
 
         Returns:
             The session, or None if the engine does not use speculative decoding.
@@ -165,8 +166,8 @@ class RunnerAttachment(abc.ABC):
                 logger=logger,
                 windows=self.windows,
             )
-            if config.audit:
-                start_audit(session, layers, attached.loads_any_time, self.recurrent_groups())
+            if audit is not None:
+                audit(self, session, attached.loads_any_time, logger)
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             raise Unsupported(str(error)) from error
         self.patch(session)
@@ -184,18 +185,6 @@ class RunnerAttachment(abc.ABC):
         """Return the shadow pages of mode ``"stage"``, or raise :class:`Unsupported`."""
         check_tables(self.runner, layers, drafter_layers if self.drafter_borrows else set())
         return shadow_blocks(self.runner.vllm_config, self.runner.kv_cache_config)
-
-    def recurrent_groups(self) -> list[RecurrentGroup]:
-        """Return the groups of recurrent layers of a hybrid model, for an audit."""
-        runner, made = self.runner, []
-        context = runner.compilation_config.static_forward_context
-        for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
-            if is_recurrent(group.kv_cache_spec):
-                layers = [context[name] for name in group.layer_names]
-                states = tuple(part for layer in layers for part in states_of(layer))
-                rows = functools.partial(self.table_rows, str(number))
-                made.append(RecurrentGroup(group.kv_cache_spec.block_size, states, rows))
-        return made
 
     def patch(self, session: Session) -> None:
         """Patch the runner's methods."""
@@ -288,25 +277,6 @@ def named_layers(runner: Any, drafter: Any) -> set[str]:
                 method=runner.speculative_config.method, layers=", ".join(layers), drafter=type(drafter).__name__
             )
     return named
-
-
-def start_audit(
-    session: Session, layers: list[TargetLayer], others_write: bool = False, recurrent: Sequence[RecurrentGroup] = ()
-) -> None:
-    """Subscribe an audit to a session. ``others_write`` and ``recurrent`` are passed to :class:`CacheAudit`."""
-    audit = CacheAudit(layers, session.max_num_tokens, others_write, recurrent)
-    if session.windows > 1:
-        if session.manager is None:
-            raise ValueError(
-                "audit: mode off is not supported on a pipeline rank that does not sample, because there the audit "
-                "follows the windows of the transaction"
-            )
-        audit = PipelineAudit(layers, session.max_num_tokens)
-    if session.shadow_blocks is not None:
-        shadow = {layer.group: session.shadow_blocks.of_group(int(layer.group)) for layer in layers}
-        audit = StageAudit(layers, session.max_num_tokens, shadow, others_write, recurrent)
-    session.audit = audit
-    session.subscribe(audit)
 
 
 def max_draft_tokens(vllm_config: Any) -> int:

@@ -1,0 +1,457 @@
+"""Audit of the KV cache: compare the whole cache, byte for byte, after each step with drafts.
+
+With vLLM's V1 runner, every step is compared. The expected bytes come from vLLM itself. The layer's original writer
+writes this step's keys and values into a copy of the cache from before the step, at the slots of prompt, target and
+accepted tokens only. The audit therefore shares no code with what it checks. It neither calls our kernels nor uses our
+decision which drafts were rejected; it counts vLLM's sampled tokens on the host. For a hybrid model, only the recurrent
+states that the step may change are left out (:mod:`nwor_ops.vllm.audit.recurrent_groups`).
+
+The rows that a step writes are recorded on the device, by a copy at each write site into buffers with fixed addresses.
+A CUDA graph captures these copies, so a replay is audited like an eager step.
+
+Each mode is a subclass that supplies the expected image and the moments of comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwor_ops.vllm.audit.images import Images, bytes_of, elements, pages, positions, unmarked
+from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
+from nwor_ops.vllm.step_listener import StepListener
+from nwor_ops.vllm.transaction.layers.target import TargetLayer, same_place
+
+FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
+
+# By layer: key, value, slot of each token (-1: not written), and the further arguments of the layer's writer.
+Records = dict[str, tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]]
+
+
+class AuditError(AssertionError):
+    """The cache does not hold the expected bytes."""
+
+
+@dataclass
+class AuditSummary:
+    """Totals of an audited run.
+
+    Attributes:
+        steps: number of steps compared.
+        verify_steps: number of steps with at least one draft.
+        drafted, accepted, rejected: number of draft tokens.
+        rows_checked: number of slots compared, summed over layers and steps.
+        recurrent_bytes: number of bytes of recurrent states that were left out, summed over groups and steps.
+        stale_rows: number of slots of rejected drafts whose bytes differed after the step, summed over steps.
+        stale_rows_at_end: number of slots that still hold the row of a rejected draft.
+        exposed_rows: number of slots in pages of requests that held a draft before sampling which was then rejected,
+            summed over steps. 0 in mode ``"stage"``.
+        moments: number of comparisons during a step: after the forward, and before sampling (mode ``"stage"``).
+        committed_rows: number of rows that commit copied to pages of requests, summed over layers and steps (mode
+            ``"stage"``). These are rows of accepted drafts, and of earlier tokens that were redirected too.
+        committed_bytes: number of bytes of these rows.
+        tail_rows: number of committed rows that were compared with the copies that attention reads, summed over layers
+            and comparisons (mode ``"stage"``). They lie in the page of each request's first draft.
+    """
+
+    steps: int = 0
+    verify_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    rows_checked: int = 0
+    recurrent_bytes: int = 0
+    stale_rows: int = 0
+    stale_rows_at_end: int = 0
+    exposed_rows: int = 0
+    moments: int = 0
+    committed_rows: int = 0
+    committed_bytes: int = 0
+    tail_rows: int = 0
+
+
+class _Recorder:
+    """The rows that a layer's writer is given in one step. Row t belongs to token t of the batch."""
+
+    def __init__(self, max_num_tokens: int, key: Tensor, value: Tensor) -> None:
+        self.key = key.new_zeros((max_num_tokens, *key.shape[1:]))
+        self.value = value.new_zeros((max_num_tokens, *value.shape[1:]))
+        self.slot_mapping = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=key.device)
+        self.rest: tuple[Any, ...] = ()
+
+
+@dataclass
+class AuditedStep:
+    """The data of a step. ``touched`` has a mask of the bytes that the forward changed, by storage."""
+
+    query_start_loc: list[int]
+    num_draft_tokens: list[int]
+    slot_mappings: dict[str, Tensor]
+    touched: dict[int, Tensor] = field(default_factory=dict)
+
+    def drafts(self, request: int) -> range:
+        """Return the draft tokens of a request."""
+        end = self.query_start_loc[request + 1]
+        return range(end - self.num_draft_tokens[request], end)
+
+    @property
+    def draft_tokens(self) -> list[int]:
+        return [token for request in range(len(self.num_draft_tokens)) for token in self.drafts(request)]
+
+    def slots_of(self, group: str, tokens: Sequence[int]) -> list[int]:
+        """Return the slots of some tokens, without those that have none."""
+        return [slot for slot in self.slot_mappings[group][list(tokens)].tolist() if slot >= 0]
+
+
+def listed(slots: list[int], slot_mapping: Tensor) -> str:
+    token_of = {slot: token for token, slot in enumerate(slot_mapping.tolist())}
+    texts = [f"{slot} (token {token_of[slot]})" for slot in slots[:8]]
+    return ", ".join(texts) + (f" and {len(slots) - 8} more" if len(slots) > 8 else "")
+
+
+class CacheAudit(StepListener):
+    """Audit one model runner in mode ``"cow"``, or without a transaction.
+
+    Args:
+        layers: the target layers.
+        max_num_tokens: maximum number of tokens in one batch, padding included.
+        others_write: whether a KV connector may write to the blocks of waiting requests at any time. If so, only the
+            blocks of requests in the batch are compared. If a block of all layers is one page, everything in that page
+            is compared.
+        recurrent: the groups of recurrent layers of a hybrid model, which do not belong to the transaction.
+    """
+
+    needs_begin = needs_rows = True
+
+    def __init__(
+        self,
+        layers: list[TargetLayer],
+        max_num_tokens: int,
+        others_write: bool = False,
+        recurrent: Sequence[RecurrentGroup] = (),
+    ) -> None:
+        self.others_write = others_write
+        self._layers = {layer.name: layer for layer in layers}
+        self._storages = {storage.data_ptr(): storage for storage in (la.kv_cache.untyped_storage() for la in layers)}
+        self._recurrent = recurrent
+        self._max_num_tokens = max_num_tokens
+        self._recorders: dict[str, _Recorder] = {}
+        self._step: AuditedStep | None = None
+        self._before: Images = {}  # the cache before the step
+        self._loading: Images = {}  # the cache before a load
+        self._left_out: dict[int, Tensor] = {}  # mask of the bytes that others may change in this step
+        self._totals = AuditSummary()
+        self._block_sizes = {layer.group: layer.cache.planes[0].view.shape[1] for layer in layers}
+        slots = {layer.group: layer.cache.num_slots for layer in layers}
+        self._states = {group: torch.zeros(count, dtype=torch.uint8) for group, count in slots.items()}
+
+    # ------------------------------------------------------------ events of the session
+
+    def begin(
+        self,
+        query_start_loc: Sequence[int],
+        num_draft_tokens: Sequence[int],
+        slot_mappings: Mapping[str, Tensor],
+        block_tables: Mapping[str, Tensor] | None = None,
+        seq_lens: Tensor | None = None,
+    ) -> None:
+        """Copy the whole cache before the forward."""
+        self._step = step = self._begun(query_start_loc, num_draft_tokens, slot_mappings)
+        self._before = self._copies()
+        self._forget_zeroed_blocks()
+        self._left_out = self._recurrent_states() if self._recurrent else {}
+        if self.others_write and block_tables is not None and seq_lens is not None:
+            lens = seq_lens[: len(step.query_start_loc) - 1].tolist()
+            owned = {group: self._blocks(group, table, lens) for group, table in block_tables.items()}
+            for address in self._storages:
+                self._leave_out(address, ~self._bytes_of_pages(address, owned))
+
+    def _begun(
+        self, query_start_loc: Sequence[int], num_draft_tokens: Sequence[int], slot_mappings: Mapping[str, Tensor]
+    ) -> AuditedStep:
+        """Return the new step. No layer has written in it yet."""
+        for recorder in self._recorders.values():
+            recorder.slot_mapping.fill_(-1)
+        starts = [int(start) for start in query_start_loc]
+        slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
+        return AuditedStep(starts, [int(number) for number in num_draft_tokens], slots)
+
+    def loading(self) -> None:
+        """Copy the cache before a KV connector loads rows or waits for them."""
+        self._loading = self._copies() if self._step is not None else {}
+
+    def loaded(self) -> None:
+        """Expect the bytes that changed since :meth:`loading`, except in slots of drafts, which are never loaded."""
+        step, images = self._step, self._loading
+        self._loading = {}
+        if step is None:
+            return
+        drafts = {group: step.slots_of(group, step.draft_tokens) for group in step.slot_mappings}
+        for address, image in images.items():
+            present = bytes_of(self._storages[address])
+            changed = present != bytes_of(image)
+            self._take_slots(address, changed, drafts)
+            bytes_of(self._before[address])[changed] = present[changed]
+
+    def record(
+        self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
+    ) -> None:
+        """Record the rows of a layer's write. Also called outside a window: a graph captured there is replayed inside
+        one."""
+        if name not in self._recorders:
+            self._recorders[name] = _Recorder(self._max_num_tokens, key, value)
+        recorder, num_tokens = self._recorders[name], slot_mapping.shape[0]  # key and value may have padded rows
+        tokens = slice(token_offset, token_offset + num_tokens)
+        recorder.key[tokens].copy_(key[:num_tokens])
+        recorder.value[tokens].copy_(value[:num_tokens])
+        recorder.slot_mapping[tokens].copy_(slot_mapping)
+        recorder.rest = rest
+
+    def forwarded(self, moment: str) -> None:
+        """Note which bytes the forward changed. Called after the forward and again before sampling."""
+        if self._step is not None:
+            for address, storage in self._storages.items():
+                self._step.touched[address] = bytes_of(storage) != bytes_of(self._before[address])
+
+    def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
+        """Compare the cache after the step.
+
+        Args:
+            num_sampled: returns the number of tokens that vLLM sampled for each request. None if the window was
+                cancelled; then every draft counts as rejected.
+            undone: whether rejected drafts must be undone. If False, their rows are only counted: a vanilla step leaves
+                them by design. A change anywhere else is an error in both cases.
+
+        Raises:
+            AuditError: the cache does not hold the expected bytes.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            return
+        rejected = self._rejected_tokens(step, None if num_sampled is None else num_sampled())
+        slots = {group: step.slots_of(group, rejected) for group in step.slot_mappings}
+        self._count_exposed(step.touched, slots)
+        self._expect(step, self._before, rejected)
+        stale = self._compare(step, self._before, rejected=slots, undone=undone)
+        self._count_step(step)
+        for group, own in step.slot_mappings.items():
+            kept = own.clone()
+            kept[rejected] = -1
+            self._states[group][kept[kept >= 0]] = COMMITTED
+            self._states[group][sorted(stale[group])] = STALE
+            self._totals.stale_rows += len(stale[group])
+
+    def drop(self) -> None:
+        """Forget the open step. It ends without a result that could be compared."""
+        self._step = None
+
+    # ------------------------------------------------------------ results
+
+    def summary(self) -> dict[str, int]:
+        """Return the totals so far (see :class:`AuditSummary`)."""
+        self._totals.stale_rows_at_end = sum(int((states == STALE).sum()) for states in self._states.values())
+        return asdict(self._totals)
+
+    @property
+    def recorded_layers(self) -> list[str]:
+        """The names of the layers whose own writer was called at least once."""
+        return list(self._recorders)
+
+    def slot_states(self) -> dict[str, Tensor]:
+        """Return the state of each slot, FREE, COMMITTED or STALE: uint8 ``[num_blocks, block_size]`` per group."""
+        return {group: states.view(-1, self._block_sizes[group]).clone() for group, states in self._states.items()}
+
+    # ------------------------------------------------------------ the expected image
+
+    def _expect(self, step: AuditedStep, image: Images, rejected: list[int]) -> None:
+        """Turn the image from before the step into the expected image after it."""
+        self._write(image, self._records(step), dict.fromkeys(step.slot_mappings, rejected))
+
+    def _records(self, step: AuditedStep) -> Records:
+        """Return the rows that the layers wrote in this step, each at its token's own slot."""
+        records: Records = {}
+        for name, recorder in self._recorders.items():
+            own = step.slot_mappings[self._layers[name].group]
+            tokens = slice(len(own))
+            slots = own.to(recorder.key.device, copy=True).masked_fill_(recorder.slot_mapping[tokens] < 0, -1)
+            records[name] = recorder.key[tokens], recorder.value[tokens], slots, recorder.rest
+        return records
+
+    def _write(self, images: Images, records: Records, without: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Write recorded rows to images of the cache by vLLM's own writers.
+
+        ``without`` lists tokens of each group that are not written.
+        """
+        for name, (key, value, slots, rest) in records.items():
+            layer = self._layers[name]
+            if without is not None:
+                slots = slots.clone()
+                slots[list(without[layer.group])] = -1
+            image = images[layer.kv_cache.untyped_storage().data_ptr()]
+            layer.own_writer(key, value, same_place(layer.kv_cache, image), slots, *rest)
+
+    def _rejected_tokens(self, step: AuditedStep, num_sampled: list[int] | None) -> list[int]:
+        """Return and count the rejected draft tokens. None: the step sampled nothing."""
+        rejected: list[int] = []
+        for request, drafts in enumerate(step.num_draft_tokens):
+            accepted = 0 if num_sampled is None or drafts == 0 else max(num_sampled[request] - 1, 0)
+            rejected += step.drafts(request)[accepted:]
+            self._totals.drafted += drafts
+            self._totals.accepted += accepted
+        self._totals.rejected += len(rejected)
+        return rejected
+
+    # ------------------------------------------------------------ the comparison
+
+    def _compare(
+        self,
+        step: AuditedStep,
+        images: Images,
+        moment: str = "",
+        rejected: Mapping[str, list[int]] | None = None,
+        undone: bool = True,
+    ) -> dict[str, set[int]]:
+        """Compare the cache with the expected images.
+
+        Args:
+            step: the step, for messages.
+            images: the expected images.
+            moment: when this is, for messages.
+            rejected: slots of rejected drafts by group.
+            undone: whether these slots must hold the expected bytes too.
+
+        Returns:
+            The slots in ``rejected`` that hold other bytes, by group.
+
+        Raises:
+            AuditError: another byte is wrong.
+        """
+        rejected = rejected or {}
+        stale: dict[str, set[int]] = {group: set() for group in rejected}
+        for address, storage in self._storages.items():
+            wrong = bytes_of(storage) != bytes_of(images[address])
+            if (left_out := self._left_out.get(address)) is not None:
+                wrong &= ~left_out
+            if not wrong.any():
+                continue
+            for group, slots in self._take_slots(address, wrong, rejected).items():
+                stale[group] |= slots
+            if undone or wrong.any():
+                raise AuditError(self._complaint(step, address, wrong, stale if undone else {}, moment))
+        return stale
+
+    def _take_slots(self, address: int, mask: Tensor, slots: Mapping[str, list[int]]) -> dict[str, set[int]]:
+        """Clear the bytes of some slots in a mask of a storage, and return the slots that had a byte, by group."""
+        marked: dict[str, set[int]] = {group: set() for group in slots}
+        for layer in self._layers_in(address):
+            if layer.group in slots:
+                marked[layer.group] |= self._marked_slots(layer, mask, slots[layer.group])
+        for layer in self._layers_in(address):
+            for plane in layer.cache.planes if slots.get(layer.group) else ():
+                elements(mask, plane)[positions(plane, torch.tensor(slots[layer.group]))] = 0
+        return marked
+
+    def _marked_slots(self, layer: TargetLayer, mask: Tensor, slots: Sequence[int]) -> set[int]:
+        """Return the slots of a layer that have a byte in a mask of its storage."""
+        if not slots:
+            return set()
+        numbers = torch.tensor(slots)
+        planes = layer.cache.planes
+        parts = [(elements(mask, plane)[positions(plane, numbers)] != 0).flatten(1).any(1) for plane in planes]
+        return set(numbers[torch.stack(parts).any(0).cpu()].tolist())
+
+    def _count_step(self, step: AuditedStep) -> None:
+        self._totals.steps += 1
+        self._totals.verify_steps += any(step.num_draft_tokens)
+        self._totals.rows_checked += sum(layer.cache.num_slots for layer in self._layers.values())
+
+    def _count_exposed(self, touched: Mapping[int, Tensor], slots: Mapping[str, list[int]]) -> None:
+        """Count the slots of rejected drafts that have a byte in these masks."""
+        exposed: dict[str, set[int]] = {group: set() for group in slots}
+        for address, mask in touched.items():
+            for layer in self._layers_in(address):
+                exposed[layer.group] |= self._marked_slots(layer, mask, slots[layer.group])
+        self._totals.exposed_rows += sum(map(len, exposed.values()))
+
+    def _complaint(
+        self, step: AuditedStep, address: int, wrong: Tensor, stale: Mapping[str, set[int]], moment: str
+    ) -> str:
+        text = f"{moment}{', ' if moment else ''}nwor audit, step {self._totals.steps}:"
+        for group, slots in stale.items():
+            if slots:
+                tokens = listed(sorted(slots), step.slot_mappings[group])
+                text += f" rejected drafts of group {group} left their rows in slots {tokens};"
+        if wrong.any():
+            text += f" {int(wrong.sum())} bytes differ from the expected ones"
+            for layer in self._layers_in(address):
+                own = step.slot_mappings[layer.group]
+                if slots := self._marked_slots(layer, wrong, own[own >= 0].tolist()):
+                    text += f", in layer {layer.name} slots {listed(sorted(slots), own)}"
+            view = self._layers_in(address)[0].cache.planes[0].view
+            size = view.stride(0) * view.element_size()
+            found = wrong.nonzero().flatten() - int(view.storage_offset()) * view.element_size()
+            blocks, within = (found // size).unique().tolist(), found % size
+            text += (
+                f", in blocks {blocks[:8]}{' and others' if len(blocks) > 8 else ''}, bytes {int(within.min())} to "
+                f"{int(within.max())} of the {size} bytes of a block;"
+            )
+        return text + f" query_start_loc {step.query_start_loc}, drafts {step.num_draft_tokens}"
+
+    # ------------------------------------------------------------ bytes that are not compared
+
+    def _leave_out(self, address: int, mask: Tensor) -> None:
+        """Do not compare these bytes of a storage in this step, besides those that are left out already."""
+        known = self._left_out.get(address)
+        self._left_out[address] = mask if known is None else known | mask
+
+    def _recurrent_states(self) -> dict[int, Tensor]:
+        """Return masks of the recurrent states that this step may change. Their blocks hold no rows of tokens."""
+        blocks = [group.blocks() for group in self._recurrent]
+        for group, states in self._states.items():
+            states.view(-1, self._block_sizes[group])[sorted(set().union(*blocks))] = FREE
+        masks = {}
+        for address, storage in self._storages.items():
+            marked = unmarked(storage)
+            for of_states, own in zip(self._recurrent, blocks, strict=True):
+                self._totals.recurrent_bytes += of_states.mark(own, marked, address)
+            masks[address] = marked != 0
+        return masks
+
+    def _blocks(self, group: str, table: Tensor, seq_lens: list[int]) -> Tensor:
+        """Return the blocks of the requests in a block table, by their lengths."""
+        rows = table[: len(seq_lens)].cpu()
+        size = self._block_sizes[group]
+        return torch.cat([row[: -(-length // size)] for row, length in zip(rows, seq_lens, strict=True)]).long()
+
+    def _bytes_of_pages(self, address: int, blocks: Mapping[str, Tensor]) -> Tensor:
+        """Return a mask of the bytes of a storage that lie in blocks of its layers, by group. If a block of all layers
+        is one page, all bytes of that page are included."""
+        marked = unmarked(self._storages[address])
+        for layer in self._layers_in(address):
+            for plane in layer.cache.planes:
+                pages(marked, plane)[blocks[layer.group]] = -1
+            view = layer.cache.planes[0].view
+            if view.shape[0] * view.stride(0) * view.element_size() == marked.numel():
+                marked.view(view.shape[0], -1)[blocks[layer.group]] = 1
+        return marked != 0
+
+    def _forget_zeroed_blocks(self) -> None:
+        """Mark zeroed blocks as FREE: vLLM zeroes a block before it gives it to a new request."""
+        for layer in {layer.group: layer for layer in self._layers.values()}.values():
+            zeroed = (layer.kv_cache.reshape(layer.kv_cache.shape[0], -1) == 0).all(-1).cpu()
+            self._states[layer.group].view(-1, self._block_sizes[layer.group])[zeroed] = FREE
+
+    # ------------------------------------------------------------ storages
+
+    def _layers_in(self, address: int) -> list[TargetLayer]:
+        return [layer for layer in self._layers.values() if layer.kv_cache.untyped_storage().data_ptr() == address]
+
+    def _layers_of(self, group: str) -> Iterable[TargetLayer]:
+        return (layer for layer in self._layers.values() if layer.group == group)
+
+    def _copies(self) -> Images:
+        return {address: storage.clone() for address, storage in self._storages.items()}
