@@ -5,9 +5,7 @@ stores it. The next window of the request first applies the accepted rows. The r
 returned for the last accepted token, so nothing else may have changed it in between. With a ring, most windows do not
 store it. The audit then folds the pending rows into a copy of the state and compares that.
 
-In the chunk form, a store applies one chunk. Later rows stay pending. The audit compares both. It also runs
-each window again in windows of one token, from the stored state: outputs and records must have the same bits
-(:mod:`.rerun`).
+In the chunk form, a store applies one chunk. Later rows stay pending. The audit compares both.
 
 vLLM also writes checkpoints: FlashInfer's prefill stores a state from the middle of a prompt in a separate block. Such
 a block must hold that state with nothing pending, both now and when a later request starts from it.
@@ -24,7 +22,6 @@ from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.vllm.audit.cache import AuditError
-from nwor_ops.vllm.audit.rerun import bytes_of, windows_of
 from nwor_ops.vllm.step_listener import RecurrentListener, StepListener
 
 
@@ -64,8 +61,7 @@ class StateAudit(StepListener, RecurrentListener):
           its last token.
         - ``checkpoints``, ``checkpoint_hits``: checkpoints that vLLM exported, and requests that began from one. Both
           count once for each layer.
-        - ``moves``, ``tokens_rerun``: only in the chunk form: states that moved with their pending rows, and tokens
-          that ran again. Both count once for each layer.
+        - ``moves``: only in the chunk form: states that moved with their pending rows, once for each layer.
         """
         return dict(self._counts)
 
@@ -103,15 +99,6 @@ class StateAudit(StepListener, RecurrentListener):
                         self._compare(builder.group, [source, rows - folded, (row[2] + folded) % ring, 0], keep=True)
                     self._counts["windows"] += 1
                     self._counts["rows_reapplied"] += rows
-            self._rerun(builder, plan, starts)
-
-    def _rerun(self, builder: Any, plan: list[list[int]], starts: list[int]) -> None:
-        cursors = builder.group.cursors
-        if not cursors.chunk:
-            return
-        windows = windows_of(plan, starts, cursors.chunk, _ring_of(builder.group))
-        for layer in builder.group.layers.values() if windows else ():
-            self._counts["tokens_rerun"] += layer.rerun.compare(windows)
 
     def folded(self, group: Any, plan: Tensor, counted: str = "folds") -> None:
         """Compare the targets of a fold. A fold of zero rows is a copy.
@@ -265,6 +252,10 @@ class StateAudit(StepListener, RecurrentListener):
 
     def _group_of(self, layer: Any) -> Any:
         return next(builder.group for builder in self._builders if layer.prefix in builder.group.layers)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def _folded(layer: Any, row: list[int]) -> Tensor:

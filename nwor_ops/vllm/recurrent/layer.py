@@ -24,7 +24,6 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cache import RecurrentCache
-from nwor_ops.vllm.audit.rerun import Rerun
 from nwor_ops.vllm.hooks import Patches, when_undone
 from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
 from nwor_ops.vllm.recurrent.models.model import Model
@@ -51,7 +50,6 @@ class OneStateLayer(PluggableLayer, MambaBase):
         gate_lower_bound: lower bound of the logarithm of the decays, or None. vLLM's Kimi Linear has an attribute of
             this name.
         all_states: ``[max_tokens, value_heads, dv, dk]``, only with an audit: the states that vLLM would have kept.
-        rerun: only with an audit and the chunk form: the inputs and outputs of the last window.
         listener: receives each checkpoint that vLLM exports, or None.
     """
 
@@ -63,7 +61,6 @@ class OneStateLayer(PluggableLayer, MambaBase):
     allow_neg_eigval: bool = False
     gate_lower_bound: float | None = None
     all_states: Tensor | None = None
-    rerun: Rerun | None = None
     listener: RecurrentListener | None = None
 
     recurrence: Callable[..., Any]
@@ -104,7 +101,6 @@ class OneStateLayer(PluggableLayer, MambaBase):
             self.all_states = torch.empty(
                 self._most_audited_tokens, *states[1].shape[1:], dtype=states[1].dtype, device=kv_cache.device
             )
-            self.rerun = Rerun(self, self._most_audited_tokens) if self.geometry.chunk else None
 
     @property
     def recurrent_cache(self) -> RecurrentCache:
@@ -153,8 +149,6 @@ class OneStateLayer(PluggableLayer, MambaBase):
             all_states=self.all_states,
             **norm,
         )
-        if self.rerun is not None:
-            self.rerun.keep(out, (q, k, v, a, b), gate, norm)
 
     def run_window(
         self,
