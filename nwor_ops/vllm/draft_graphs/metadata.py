@@ -52,11 +52,6 @@ class VllmDraftMetadata(DraftMetadata):
         # An upper bound for any batch: vLLM adds to it and clamps it to the model's limit.
         self._longest = torch.full((speculator.max_num_reqs,), speculator.max_model_len, dtype=torch.int32)
 
-    @property
-    def why_not_in_place(self) -> str | None:
-        names = {group.backend.get_name() for group in self.groups() if not group.supports_draft_decode_metadata_update}
-        return f"{', '.join(sorted(names))} cannot update draft metadata in place" if names else None
-
     def groups(self) -> Iterator[Any]:
         """Yield vLLM's attention groups that contain layers of the drafter."""
         for groups in self._speculator.attn_groups:

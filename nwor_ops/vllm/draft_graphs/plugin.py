@@ -43,11 +43,6 @@ V2_HOOKS = (
     Hook(_STANDALONE, "StandaloneARSpeculator.capture", ""),
     Hook(
         _STANDALONE,
-        "StandaloneARSpeculator.set_attn",
-        "model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups",
-    ),
-    Hook(
-        _STANDALONE,
         "StandaloneARSpeculator.propose",
         "input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, "
         "num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, "

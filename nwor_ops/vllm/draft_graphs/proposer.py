@@ -69,10 +69,6 @@ class ProposerMetadata(DraftMetadata):
     def __init__(self, proposer: GraphedProposer) -> None:
         self._proposer, self._drafter = proposer, proposer.drafter
 
-    @property
-    def why_not_in_place(self) -> str | None:
-        return None  # back ends that cannot do this were refused
-
     def prepare(self, key: GraphKey, num_reqs: int) -> None:
         """Copy this batch's block tables to the place where kernels with smaller blocks than the cache manager's read
         them."""

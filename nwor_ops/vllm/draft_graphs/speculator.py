@@ -48,9 +48,6 @@ from nwor_ops.vllm.draft_graphs.metadata import LayerMetadata, VllmDraftMetadata
 from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode
 from nwor_ops.vllm.support.refusals import Unsupported
 
-# Buffers of the runner with the batch that the target has just verified.
-_TARGET_INPUTS = ("input_ids", "positions", "query_start_loc", "seq_lens")
-
 
 def _padded(counts: Iterable[int], batches: Iterable[int]) -> list[int]:
     """Return the counts to which batches of these sizes are padded, largest first. Batches larger than every count are
@@ -166,7 +163,6 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         # Lengths that include the target's own token, which the expansion inserted. Not clamped to the model's limit.
         self._expanded_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._refuse = refuse
-        self._refused = False
         self._logger = logger
         self._eager: Counter[str] = Counter()
         self._count_errors(vllm_config, logger)
@@ -184,32 +180,19 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             return [most] * (self.max_num_reqs + 1)
         return build_dynamic_sd_schedule_lookup(schedule, self.max_num_reqs, most)
 
-    def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        super().set_attn(*args, **kwargs)
-        self._refused = False
-        self._or_refuse(check_attention, self.attn_groups)
-
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Start without graphs, because a new cache was bound."""
+        """Start without graphs, because a new cache was bound. vLLM has called ``set_attn``."""
         self.graphs = None
-        self._or_refuse(check_graph_mode, cudagraph_mode)
-        if not self._refused:
-            self.graphs = DraftGraphManager(self.vllm_config, self.device, cudagraph_mode, self.make_loop)
-
-    def _or_refuse(self, check: Callable[[Any], None], checked: Any) -> None:
-        """Refuse graphs if a check fails, unless they are refused already."""
-        if self._refused:
-            return
         try:
-            check(checked)
+            check_attention(self.attn_groups)
+            check_graph_mode(cudagraph_mode)
         except Unsupported as error:
-            self._refused = True
             self._refuse(error)
+        else:
+            self.graphs = DraftGraphManager(self.vllm_config, self.device, cudagraph_mode, self.make_loop)
 
     def make_loop(self, pool: Any = None) -> DraftLoop:
         """Create the draft loop over vLLM's buffers. It holds no graphs yet."""
-        target = self.target_input_buffers
-        self._addresses = {name: getattr(target, name).data_ptr() for name in _TARGET_INPUTS}
         buffers = DraftBuffers(
             input_ids=self.input_buffers.input_ids,
             positions=self.input_buffers.positions,
@@ -331,7 +314,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         """
         rows, most = input_batch.num_reqs, self.num_speculative_steps
         drafts = most if num_speculative_tokens is None else min(num_speculative_tokens, most)
-        why_eager = self._why_eager(input_batch, last_sampled, drafts, dummy_run or is_profile)
+        why_eager = self._why_eager(input_batch, drafts, dummy_run or is_profile)
         if why_eager is None:
             try:
                 self._copy_inputs(rows, input_batch.idx_mapping, num_rejected, temperature, seeds)
@@ -361,24 +344,17 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             num_speculative_tokens=num_speculative_tokens,
         )
 
-    def _why_eager(self, input_batch: Any, last_sampled: Tensor, drafts: int, dummy: bool) -> str | None:
+    def _why_eager(self, input_batch: Any, drafts: int, dummy: bool) -> str | None:
         """Return the reason why this whole step runs vLLM's code, or None."""
         if self.graphs is None or self.graphs.most_requests == 0:
             return NOTHING_CAPTURED
         if dummy:
             return DUMMY_RUN
-        if self._moved(input_batch, last_sampled):
-            return "the runner's buffers moved"
         if input_batch.num_reqs > self.graphs.most_requests:
             return TOO_LARGE
         if drafts > 1 and self.graphs.loop.dispatch(input_batch.num_reqs, num_drafts=drafts).mode == "eager":
             return "a number of drafts without a graph for so many requests"
         return None
-
-    def _moved(self, input_batch: Any, last_sampled: Tensor) -> bool:
-        return last_sampled.data_ptr() != self.last_sampled.data_ptr() or any(
-            getattr(input_batch, name).data_ptr() != address for name, address in self._addresses.items()
-        )
 
     def _copy_inputs(
         self, rows: int, idx_mapping: Tensor, num_rejected: Tensor, temperature: Tensor, seeds: Tensor
