@@ -96,10 +96,9 @@ from nwor_ops.transaction.counters import (  # noqa: E402
     stats as stats,
 )
 from nwor_ops.transaction.in_flight import InFlightManager as InFlightManager  # noqa: E402
-from nwor_ops.transaction.manager import (  # noqa: E402
-    DraftCommitManager as DraftCommitManager,
-    current_manager as current_manager,
-    set_current_manager as set_current_manager,
-)
+from nwor_ops.transaction.manager import DraftCommitManager as DraftCommitManager  # noqa: E402
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks as num_shadow_blocks  # noqa: E402
-from nwor_ops.transaction.window import Window as Window  # noqa: E402
+from nwor_ops.transaction.window import (  # noqa: E402
+    Layout as Layout,
+    Window as Window,
+)

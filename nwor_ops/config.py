@@ -14,7 +14,7 @@ ENVIRONMENT_PREFIX = "VLLM_NWOR_"
 ADDITIONAL_CONFIG_KEY = "nwor"
 
 # Environment variables with the prefix that other modules read.
-_READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda/launch.h, nwor_ops/transaction/state.py"}
+_READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda/launch.h, nwor_ops/transaction/protocol.py"}
 
 _MODES = ("off", *MODES)
 _ON_UNSUPPORTED = ("error", "vanilla")

@@ -103,38 +103,32 @@ class LayerCache(BoundToMemory):
 
     Use one of the three constructors:
 
-    - :meth:`packed`: key and value are adjacent in one row (vLLM >= 0.26).
+    - :meth:`packed`: key and value are the halves of one row (vLLM >= 0.26).
     - :meth:`split`: key and value have one plane each.
     - :meth:`opaque`: an external writer fills the planes (MLA latents, inline scales, pages with a custom order). Log
       such a layer with ``manager.log`` before that writer runs.
 
     Example:
         >>> import torch
-        >>> cache = nwor_ops.LayerCache.packed(torch.zeros(4, 16, 8, 2 * 128))
-        >>> cache.num_slots, cache.key_size
-        (64, 128)
+        >>> nwor_ops.LayerCache.packed(torch.zeros(4, 16, 8, 2 * 128)).num_slots
+        64
     """
 
     planes: tuple[Plane, ...]
-    key_size: int | None = None
     writable: bool = True
 
     @classmethod
-    def packed(cls, cache: Tensor, key_size: int | None = None) -> LayerCache:
-        """Describe a cache whose rows hold a key and then a value.
+    def packed(cls, cache: Tensor) -> LayerCache:
+        """Describe a cache whose rows hold a key and then a value of the same width.
 
         Args:
-            cache: ``[B, N, H, Dk + Dv]``, any strides.
-            key_size: Dk; default: half of the width.
+            cache: ``[B, N, H, 2 * D]``, any strides. For other widths see :meth:`split`: its planes may be views of one
+                tensor.
 
         Raises:
-            ValueError, TypeError: an invalid shape, dtype or size.
+            ValueError, TypeError: an invalid shape or dtype.
         """
-        validation.tensor("LayerCache.packed: cache", cache, dims=4)
-        if key_size is None:
-            key_size = cache.shape[-1] // 2
-        size = validation.integer("LayerCache.packed: key_size", key_size, 1, cache.shape[-1] - 1)
-        return cls((Plane(cache),), key_size=size)
+        return cls((Plane(cache),))
 
     @classmethod
     def split(cls, key_cache: Tensor, value_cache: Tensor) -> LayerCache:
@@ -147,9 +141,6 @@ class LayerCache(BoundToMemory):
         Raises:
             ValueError, TypeError: an invalid or different shape, dtype or device, or memory that both share.
         """
-        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-            validation.tensor(f"LayerCache.split: {name}", cache, dims=4)
-        _check_key_and_value("LayerCache.split", key_cache=key_cache, value_cache=value_cache)
         return cls((Plane(key_cache), Plane(value_cache)))
 
     @classmethod
@@ -162,30 +153,21 @@ class LayerCache(BoundToMemory):
         Raises:
             ValueError, TypeError: no plane, or an invalid one.
         """
-        if not planes:
-            raise ValueError("LayerCache.opaque: planes must hold at least one plane, got none")
-        for index, plane in enumerate(planes):
-            if not isinstance(plane, Plane):
-                validation.tensor(f"LayerCache.opaque: planes[{index}]", plane, dims=4)
         return cls(tuple(plane if isinstance(plane, Plane) else Plane(plane) for plane in planes), writable=False)
 
     def __post_init__(self) -> None:
-        validation.instance("LayerCache: planes", self.planes, tuple, "a tuple")
-        for index, plane in enumerate(self.planes):
-            validation.instance(f"LayerCache: planes[{index}]", plane, Plane, "a Plane")
-        validation.boolean("LayerCache: writable", self.writable)
-        wanted = 1 if self.key_size is not None else 2
-        if not self.planes or (self.writable and len(self.planes) != wanted):
-            count = "at least one plane" if not self.writable else f"{wanted}, of key and value"
-            raise ValueError(f"LayerCache: planes must hold {count}, got {len(self.planes)}")
-        if self.key_size is not None:
-            validation.integer("LayerCache: key_size", self.key_size, 1, self.planes[0].view.shape[3] - 1)
+        count = len(self.planes)
+        if count == 0 or (self.writable and count > 2):
+            raise ValueError(f"LayerCache: planes must hold a plane, or key and value if writable, got {count}")
+        if self.writable and count == 1 and self.planes[0].view.shape[3] % 2:
+            raise ValueError(
+                f"LayerCache: a packed plane must have an even width, got {list(self.planes[0].view.shape)}"
+            )
         slots = {(plane.view.shape[0] * plane.view.shape[1], plane.view.device) for plane in self.planes}
         if len(slots) != 1:
             raise ValueError(f"LayerCache: planes must agree on slots and device, got {sorted(map(str, slots))}")
-        if self.writable and self.key_size is None:
-            key, value = (plane.view for plane in self.planes)
-            _check_key_and_value("LayerCache", **{"planes[0]": key, "planes[1]": value})
+        if self.writable and count == 2:
+            _check_key_and_value(*(plane.view for plane in self.planes))
 
     @property
     def device(self) -> torch.device:
@@ -199,20 +181,18 @@ class LayerCache(BoundToMemory):
         """Split the caches, or other tensors with the shapes of the planes, into key and value."""
         if planes is None:
             planes = tuple(plane.view for plane in self.planes)
-        if self.key_size is not None:
-            size = static_int(self.key_size)
+        if len(planes) == 1:
+            size = static_int(self.planes[0].view.shape[3] // 2)
             return planes[0][..., :size], planes[0][..., size:]
         return planes[0], planes[1]
 
 
-def _check_key_and_value(where: str, **planes: Tensor) -> None:
-    """Raise ValueError unless two planes, given by name, can hold the keys and the values of one layer."""
-    (key_name, key), (value_name, value) = planes.items()
+def _check_key_and_value(key: Tensor, value: Tensor) -> None:
+    """Raise ValueError unless two planes can hold the keys and the values of one layer."""
     if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype:
         raise ValueError(
-            f"{where}: {value_name} must have the dtype, blocks, block size and heads of {key_name} "
+            "LayerCache: the value plane must have the dtype, blocks, block size and heads of the key plane "
             f"({key.dtype} {list(key.shape)}), got {value.dtype} {list(value.shape)}"
         )
-    on_one_device = key.device == value.device and occupies_memory(key) and occupies_memory(value)
-    if on_one_device and share_bytes(Area.of(key), Area.of(value)):
-        raise ValueError(f"{where}: {value_name} must not share memory with {key_name}")
+    if occupies_memory(key) and occupies_memory(value) and share_bytes(Area.of(key), Area.of(value)):
+        raise ValueError("LayerCache: the key plane and the value plane must not share memory")

@@ -143,7 +143,7 @@ def token_offset(method: str, value: Any, num_tokens: int, max_num_tokens: int) 
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt))):
         raise TypeError(f"{method}: token_offset must be an integer, got {shown(value)}")
     most: Any = max(max_num_tokens - num_tokens, 0)
-    if value < 0 or value > most:
+    if value < 0 or value + num_tokens > max_num_tokens:
         raise ValueError(
             f"{method}: token_offset must be 0 to {most} for {num_tokens} of {max_num_tokens} tokens "
             f"(max_num_tokens), got {value}"
@@ -168,10 +168,5 @@ class BoundToMemory:
     A copy would write to memory of the original, or to memory that nothing reads.
     """
 
-    _in_place_of_a_copy = "make another one"
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__}: cannot be copied or pickled, it is bound to the memory of its tensors; "
-            f"{self._in_place_of_a_copy}"
-        )
+        raise TypeError(f"{type(self).__name__}: cannot be copied or pickled, it is bound to the memory of its tensors")

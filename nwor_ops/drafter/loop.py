@@ -96,8 +96,6 @@ class DraftLoop(BoundToMemory):
         [[5, 6, 7]]
     """
 
-    _in_place_of_a_copy = "make another DraftLoop with other buffers and metadata, and capture() its graphs"
-
     counts: Counter[tuple[str, Mode]]
 
     def __init__(

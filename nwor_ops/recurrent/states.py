@@ -13,7 +13,7 @@ from nwor_ops.recurrent.cache import RecurrentCache, check_apart, layers_of_mixe
 from nwor_ops.recurrent.cursors import Cursors
 from nwor_ops.recurrent.fold import Fold, RecurrentLayer, RepeatableFold
 from nwor_ops.torch_fixes import static
-from nwor_ops.transaction.state import State, Stateful, is_capturing
+from nwor_ops.transaction.protocol import State, Stateful, is_capturing
 
 _SLOT_DTYPES = (torch.int32, torch.int64)
 
@@ -93,7 +93,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
     _called = "states"
     _cache_type = RecurrentCache
     _layers: dict[str, RecurrentLayer]
-    _in_place_of_a_copy = "make another RecurrentStates, register the layers' own caches and allocate() it"
 
     def __init__(self, *, max_num_requests: int, device: torch.device | str) -> None:
         self.max_num_requests = validation.integer("RecurrentStates: max_num_requests", max_num_requests)

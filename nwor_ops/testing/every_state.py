@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nwor_ops import RecurrentCache
-from nwor_ops.transaction.state import State
+from nwor_ops.transaction.protocol import State
 
 _NORM_EPS = 1e-6  # of keys and queries, as in nwor_ops.gated_delta_verify
 

@@ -3,8 +3,9 @@
     manager = DraftCommitManager(max_num_tokens=..., max_num_requests=..., max_draft_tokens=..., device=...)
     manager.register_layer("layers.0", LayerCache.packed(kv_cache))      # for every layer
     manager.allocate()                                                     # once, before any capture
+    manager.bind(Layout({"default": slot_mapping}))                        # once, if the tensors do not move
 
-    manager.begin(Window(query_start_loc, cu_num_draft_tokens, {"default": slot_mapping}))
+    manager.begin(Window(query_start_loc, cu_num_draft_tokens))
     ...  manager.write("layers.0", key, value, slot_mapping)               # at each KV-write site
     manager.commit(draft_token_ids, sampled_token_ids)                     # after sampling
 
@@ -17,22 +18,24 @@ Two modes have the same calls:
 
 Between begin and commit nothing is allocated, nothing synchronizes with the device, and nothing depends on a value that
 only the host has. (Cancel, which is for failures, does allocate.) The same calls may therefore run eagerly, or be
-captured in a CUDA graph. ``torch.compile`` can also trace them: ``write`` is at the KV-write site of a compiled model.
-Compiled or captured code runs Python only once. The protocol is therefore enforced in begin, commit, cancel and eager
-writes.
+captured in a CUDA graph. ``torch.compile`` can also trace ``write`` and ``log``, at the KV-write site of a compiled
+model. Compiled or captured code runs Python only once. The protocol is therefore enforced in begin, commit, cancel and
+eager writes.
+
+After any exception, a KeyboardInterrupt too, call :meth:`DraftCommitManager.cancel`. Then the caches are right, and the
+window counts as cancelled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-from weakref import WeakValueDictionary
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
-from nwor_ops.kv_cache import LayerCache, has_no_data
+from nwor_ops.kv_cache import LayerCache
 from nwor_ops.ops.bound import (
     begin_bound,
     begin_redirected_bound,
@@ -44,76 +47,26 @@ from nwor_ops.ops.bound import (
 )
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.layers import Layer, LayerTable
-from nwor_ops.transaction.recovery import Capacity, Recovery, Redirects
+from nwor_ops.transaction.modes import Capacity, LayerWriter, Recovery
+from nwor_ops.transaction.protocol import State, Stateful, is_capturing
 from nwor_ops.transaction.shadow_pages import ShadowPages
-from nwor_ops.transaction.state import State, Stateful, is_capturing, raises_after_launches
 from nwor_ops.transaction.undo_log import UndoLog
-from nwor_ops.transaction.window import Window, WindowBuffers
-from nwor_ops.validation import explained
+from nwor_ops.transaction.window import Layout, Window, WindowBuffers
 
 DEFAULT_GROUP = "default"
-
-
-class _BoundCalls:
-    """The calls of begin and commit, bound to the tensors that windows share; see :mod:`nwor_ops.ops.bound`.
-
-    Attributes:
-        begin: the handle of begin.
-        num_rows: see :func:`nwor_ops.ops.bound.num_rows_of`.
-        commit, commit_tokens: those of :meth:`DraftCommitManager.commit_rejected` and
-            :meth:`DraftCommitManager.commit`; None until the first commit of that kind.
-        redirects: as in :meth:`Recovery.redirects`.
-        most_requests: the calls refuse windows of more requests, before any launch.
-        slot_mappings: group and tensor of each slot mapping.
-        block_tables: the same for the tables; empty in mode ``"cow"``.
-        num_bonus_tokens, leading_zero: as in the window.
-        has_states: whether the window has request states.
-    """
-
-    __slots__ = (
-        "begin", "block_tables", "commit", "commit_tokens", "has_states", "leading_zero", "most_requests",
-        "num_bonus_tokens", "num_rows", "redirects", "slot_mappings",
-    )  # fmt: skip
-
-    def __init__(self, window: Window, groups: Sequence[str], begin: Tensor, redirects: Redirects):
-        self.begin, self.num_rows, self.redirects = begin, num_rows_of(begin), redirects
-        self.commit: Tensor | None = None
-        self.commit_tokens: Tensor | None = None
-        self.most_requests = window.num_requests
-        self.slot_mappings = [(group, window.slot_mappings[group]) for group in groups]
-        tables: Any = window.block_tables
-        self.block_tables = [(group, tables[group]) for group in groups] if redirects else []
-        self.num_bonus_tokens, self.leading_zero = window.num_bonus_tokens, window.leading_zero
-        self.has_states = window.request_states is not None
-
-    def have_tables(self, tables: Mapping[str, Tensor] | None, states: Tensor | None) -> bool:
-        """Return whether the calls serve a window with these tables and states."""
-        if tables is None or (states is not None) is not self.has_states:
-            return False
-        return all(tables.get(group) is table for group, table in self.block_tables)
-
-    def is_outgrown_by(self, window: Window) -> bool:
-        """Return whether a window has more requests than the calls serve."""
-        try:
-            return window.num_requests > self.most_requests
-        except (AttributeError, IndexError):
-            return False
-
-
 _CLOSED, _OPEN = State.CLOSED, State.OPEN  # a global name costs the host less than a member of an enumeration
 _RECOVERIES: dict[str, type[UndoLog] | type[ShadowPages]] = {"cow": UndoLog, "stage": ShadowPages}
 MODES = tuple(_RECOVERIES)
 
 
-def _check_write(
-    key: object, value: object, slot_mapping: object, k_scale: object, v_scale: object, kv_cache_dtype: object
-) -> None:
-    """Raise TypeError for the first argument of a failed write that no op accepts."""
-    validation.tensors("write", key=key, value=value, slot_mapping=slot_mapping)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            validation.tensor(f"write: {name}", scale)
-    validation.instance("write: kv_cache_dtype", kv_cache_dtype, str, "a string")
+class _Handles(NamedTuple):
+    """The bound calls of begin, ``commit_rejected`` and ``commit``; see :mod:`nwor_ops.ops.bound`."""
+
+    begin: Tensor
+    commit: Tensor
+    commit_tokens: Tensor
+    num_rows: memoryview  # of the open window, see num_rows_of
+    redirects: bool  # whether begin also redirects slots and tables
 
 
 class DraftCommitManager(Stateful[Layer]):
@@ -147,7 +100,8 @@ class DraftCommitManager(Stateful[Layer]):
         >>> query_start_loc = torch.tensor([0, 3], dtype=torch.int32)
         >>> cu_num_draft_tokens = torch.tensor([2], dtype=torch.int32)
         >>> slots = torch.tensor([2, 3, 4])  # one target token, two drafts
-        >>> manager.begin(nwor_ops.Window(query_start_loc, cu_num_draft_tokens, {"default": slots}))
+        >>> manager.bind(nwor_ops.Layout({"default": slots}))
+        >>> manager.begin(nwor_ops.Window(query_start_loc, cu_num_draft_tokens))
         >>> manager.write("layers.0", torch.ones(3, 1, 4), torch.ones(3, 1, 4), slots)
         >>> manager.commit(torch.tensor([7, 8]), torch.tensor([[7, 9, -1]]))  # 7 was accepted, 8 was not
         >>> cache.view(8, 8)[2:5, 0].tolist()
@@ -159,8 +113,6 @@ class DraftCommitManager(Stateful[Layer]):
     _called = "manager"
     _layers: LayerTable
     _windows = 1  # capacity of the log, in windows
-    _binds = True  # whether begin may run bound calls in place of _plan() and recovery.open()
-    _in_place_of_a_copy = "make another DraftCommitManager, register the layers' own caches and allocate() it"
 
     def __init__(
         self,
@@ -193,21 +145,16 @@ class DraftCommitManager(Stateful[Layer]):
             group: size(f"shadow_blocks[{group!r}]", first, 0) for group, first in (shadow_blocks or {}).items()
         }
         self._layers = LayerTable()
-        self._groups = self._layers.groups
         self._log_rows = self.max_draft_tokens * self._windows
         capacity = Capacity(
             self.max_num_tokens, self.max_num_requests, self._log_rows, self.max_drafts_per_request,
             first_blocks, self.device,
         )  # fmt: skip
         self.recovery: Recovery = _RECOVERIES[mode](self._layers, capacity)
+        self._layout: Layout | None = None
+        self._handles: _Handles | None = None  # of the layout
         self._window: Window | None = None
-        self._redirects: Redirects = []  # redirects of the open window
-        self._bound: _BoundCalls | None = None  # of the open window, or of the last one
-        self._last: list[Tensor] = []  # slot mappings and tables of the last window that was not bound
-        # Whether the open window's drafts are in row_rejected and in the counters; None: only the device knows.
-        self._outcome_known: bool | None = False
-        self._ending = ""  # "cancel" or "abandon" after it has begun for the open window, or "begin" until it is done
-        self._opening = False  # whether an unfinished begin has planned the window
+        self._unfinished = ""  # the method that has begun for the open window and has not returned
         self._cancelled = 0
         self._abandoned = 0
         self._abandoned_drafts: Tensor | int = 0
@@ -217,7 +164,7 @@ class DraftCommitManager(Stateful[Layer]):
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of the groups of layers, in the order of ``WindowBuffers.row_slots``."""
-        return tuple(self._groups)
+        return tuple(self._layers.groups)
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -238,7 +185,6 @@ class DraftCommitManager(Stateful[Layer]):
         """
         self._require(State.REGISTERING, "register_layer")
         self._check_new_layer(name, cache)
-        validation.instance("register_layer: group", group, str, "a string")
         if self.mode == "cow" and (owner := self._layers.owner_of(cache, group)) is not None:
             raise ValueError(
                 f"register_layer: cache of {name!r} must have other memory than {owner!r} of the same group: a layer "
@@ -265,7 +211,11 @@ class DraftCommitManager(Stateful[Layer]):
         )
         self._layers.prepare()
         self.recovery.allocate(buffers)
-        self._unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
+        unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
+        self._writers = {
+            name: self.recovery.writer(layer, self, unscaled) for name, layer in self._layers.items()
+        }  # fmt: skip
+        self._zeros = torch.zeros(self.max_num_requests + 1, dtype=torch.int32, device=self.device)
         self.buffers = buffers
         self._state = State.CLOSED
 
@@ -282,197 +232,94 @@ class DraftCommitManager(Stateful[Layer]):
         """
         return 2 + self.recovery.launches_per_window
 
+    def bind(self, layout: Layout) -> None:
+        """Bind the tensors that the next windows share. Begin and each commit then are one call of an op.
+
+        Call it once if the engine's slot mappings and block tables are persistent buffers, and leave them out of the
+        windows. Call it again, between windows, if they have moved. Begin refuses tensors that moved or changed their
+        length before anything is written.
+
+        Args:
+            layout: the tensors and conventions of the engine; see :class:`nwor_ops.Layout`.
+
+        Raises:
+            RuntimeError: a window is open, or nothing is allocated.
+            ValueError, TypeError: a group has no slot mapping or table; a tensor has another shape, dtype or device; or
+                in mode ``"stage"`` the tensors of two groups share memory.
+        """
+        self._require(State.CLOSED, "bind")
+        slot_mappings = tensors_of_groups("slot_mappings", layout.slot_mappings, self.groups)
+        requests = self.max_num_requests
+        if self.mode == "stage":
+            tables = tensors_of_groups("block_tables", layout.block_tables, self.groups)
+            requests = min(requests, *(len(table) for table in tables))
+        zeros = self._zeros[:requests]
+        # Each step passes its own tensors in place of these.
+        sample = Window(
+            self._zeros[: requests + 1], self._zeros[: requests + layout.leading_zero], seq_lens=zeros,
+            request_states=zeros if layout.request_states else None,
+        )  # fmt: skip
+        plan = bind(
+            "plan_window", query_start_loc=sample.query_start_loc, cu_num_draft_tokens=sample.cu_num_draft_tokens,
+            slot_mappings=slot_mappings, num_bonus_tokens=layout.num_bonus_tokens, leading_zero=layout.leading_zero,
+            **self.buffers.plan_arguments(),
+        )  # fmt: skip
+        begin = self.recovery.bind_begin(plan, layout, sample)
+        outcome = bind(
+            "reject_rows", begun=begin, draft_token_ids=zeros, sampled_token_ids=zeros.unsqueeze(1),
+            **self.buffers.outcome_arguments(requests),
+        )  # fmt: skip
+        commit = self.recovery.bind_commit(begin, sample, zeros)
+        commit_tokens = self.recovery.bind_commit_tokens(outcome, sample)
+        self._layout = layout
+        self._handles = _Handles(begin, commit, commit_tokens, num_rows_of(begin), self.mode == "stage")
+
     # ------------------------------------------------------------ the transaction
 
     def begin(self, window: Window) -> None:
         """Open a window: one kernel finds the drafts among the tokens and assigns their log rows.
 
-        In mode ``"stage"`` another kernel fills the shadow pages. It also redirects the window's slot mappings and
-        block tables in place. Do not change or move the window's tensors until the window is closed.
+        In mode ``"stage"`` another kernel fills the shadow pages. It also redirects the slot mappings and block tables
+        in place. Do not change or move these tensors or the window's until the window is closed.
 
         Args:
-            window: the tensors of this step; see :class:`nwor_ops.Window`. Mode ``"stage"`` **mutates**
-                ``slot_mappings`` and ``block_tables``.
+            window: the tensors of this step; see :class:`nwor_ops.Window`. With ``slot_mappings``, they are bound
+                first.
 
         Raises:
             RuntimeError: a window is open already.
-            ValueError, TypeError: more drafts, tokens or requests than the manager's limits; a missing slot mapping,
-                table or length; or a tensor of another shape, dtype or device. Nothing has changed.
-            ValueError: in mode ``"stage"``: slot mappings or block tables of two groups share memory. Nothing has
-                changed.
-            ValueError, TypeError, IndexError: in mode ``"stage"``: lengths, tables or states of another shape, dtype or
-                device, or, on the CPU, a request with inconsistent values (:func:`nwor_ops.open_window`). Pages of
-                requests, slots and tables have not changed. The window counts as cancelled if it was planned before
-                the error was found.
-
-        Two windows in a row may have the same slot mappings and tables (the same objects). Begin and each commit then
-        check them once. From then on each of them makes one call of an op.
-
-        A signal such as KeyboardInterrupt undoes begin too. If that fails or is interrupted, the window stays open, and
-        only :meth:`cancel` and :meth:`abandon` accept it. Both undo begin.
+            ValueError, TypeError: more drafts, tokens or requests than the manager's limits; a bound tensor has moved;
+                or a tensor of another shape, dtype or device. Nothing has changed.
+            ValueError, IndexError: in mode ``"stage"`` on the CPU, a request with inconsistent values
+                (:func:`nwor_ops.open_window`). Pages of requests, slots and tables have not changed. The window counts
+                as cancelled.
         """
         if self._state is not _CLOSED:
             self._require(_CLOSED, "begin")
-        if not isinstance(window, Window):
-            raise TypeError(f"begin: window must be a Window, got {validation.shown(window)}")
         # In a cold cache, a call of a Python function or the read of a field costs the host more than a check. So the
-        # checks are written here, and the window is unpacked. The size of a tensor costs still more, so the bound calls
-        # check the number of requests.
-        bound = self._bound
-        query_start_loc, counts, slot_mappings, drafts, bonus_tokens, seq_lens, tables, states, leading_zero = window
-        slots: list[Tensor] = []
-        try:
-            if bound is not None:
-                for group, mapping in bound.slot_mappings:
-                    if slot_mappings.get(group) is not mapping:
-                        bound = None
-                        break
-            if (
-                bound is None
-                or bonus_tokens != bound.num_bonus_tokens
-                or leading_zero != bound.leading_zero
-                or (drafts is not None and not (type(drafts) is int and 0 <= drafts <= self.max_draft_tokens))
-                or (bound.block_tables and not bound.have_tables(tables, states))
-            ):
-                slots = self._slot_mappings(window)
-                redirects = self.recovery.redirects(window, slots)
-                bound = self._bound = self._bind(window, slots, redirects)
-            if bound is not None:
-                redirects = bound.redirects
-        except Exception as error:
-            raise explained(error, self._check_window, window) from None
-        self._window, self._redirects, self._ending, self._opening, self._outcome_known, self._state = (
-            window, redirects, "begin", False, False, _OPEN
-        )  # fmt: skip
-        self.buffers.window = window
-        try:
-            if bound is None:
-                self._plan(window, slots)
-                self._opening = True
-                self.recovery.open(window, redirects)
-            elif redirects:
-                begin_redirected_bound(query_start_loc, counts, bound.begin, seq_lens, states)
-            else:
-                begin_bound(query_start_loc, counts, bound.begin)
-            self._ending = ""
-        except BaseException as raised:
-            found = own_error(raised)
-            if bound is None or not isinstance(found, ValueError) or not bound.is_outgrown_by(window):
-                check = self.recovery.check if self._opening else self._check_window
-                self._undo_begin(window)
-                if not isinstance(found, Exception):
-                    raise
-                raise explained(found, check, window) from None
-            # Nothing was launched.
-            self._bound, self._window, self._redirects, self._state = None, None, [], State.CLOSED
-        if self._ending:
-            self.begin(window)
-
-    def _bind(self, window: Window, slot_mappings: list[Tensor], redirects: Redirects) -> _BoundCalls | None:
-        """Bind the calls of begin if the last window had the same slot mappings and tables.
-
-        The window that binds is checked as any other, so bound calls serve windows of as many requests or fewer.
-
-        Returns:
-            None: :meth:`begin` calls the ops themselves.
-        """
-        last, self._last = self._last, [*slot_mappings, *(table for _, tables in redirects for table in tables)]
-        if not self._binds or len(last) != len(self._last) or torch.compiler.is_compiling():
-            return None
-        if window.num_requests == 0 or any(a is not b for a, b in zip(last, self._last, strict=True)):
-            return None
-        self.buffers.window = window
-        try:
-            begin = bind("plan_window", **self._plan_arguments(window, slot_mappings))
-            begin = self.recovery.bind_open(window, redirects, begin)
-        except (ValueError, TypeError, IndexError):  # the ops will raise it again, and say more
-            return None
-        except Exception:  # not because of this window; do not try again in each step
-            self._binds = False
-            return None
-        return _BoundCalls(window, self.groups, begin, redirects)
-
-    def _undo_begin(self, window: Window) -> None:
-        """Undo a begin that failed. The window counts as cancelled if it was planned. This can be repeated."""
-        self._ending = "begin"
-        counters = self.buffers.counters
-        planned = not has_no_data(counters) and (
-            self._opening or (not is_capturing(counters) and int(self._uncounted_drafts()) > 0)
-        )
-        if planned:
-            self.recovery.put_back(window, self._redirects)
-            self._count_as_rejected()
-        self._end(cancelled=planned)
-
-    def _plan(self, window: Window, slot_mappings: list[Tensor]) -> None:
-        ops.plan_window(**self._plan_arguments(window, slot_mappings))
-
-    def _plan_arguments(self, window: Window, slot_mappings: list[Tensor]) -> dict[str, Any]:
-        buffers = self.buffers
-        return {
-            "query_start_loc": window.query_start_loc,
-            "cu_num_draft_tokens": window.cu_num_draft_tokens,
-            "slot_mappings": slot_mappings,
-            "log_rows": buffers.log_rows,
-            "row_slots": buffers.row_slots,
-            "row_requests": buffers.row_requests,
-            "row_positions": buffers.row_positions,
-            "counters": buffers.counters,
-            "draft_start_loc": buffers.draft_start_loc,
-            "num_bonus_tokens": window.num_bonus_tokens,
-            "leading_zero": window.leading_zero,
-        }
-
-    def _slot_mappings(self, window: Window) -> list[Tensor]:
-        """Return the slot mapping of each group. Raise ValueError if the window exceeds the manager's limits."""
-        drafts = window.num_draft_tokens
-        if drafts is not None:
-            if type(drafts) is not int:
-                validation.integer("begin: window.num_draft_tokens", drafts, 0)
-            if drafts < 0:
-                raise ValueError(f"begin: window.num_draft_tokens must not be negative, got {drafts}")
-            if drafts > self.max_draft_tokens:
-                raise ValueError(self._too_many_drafts(drafts))
-        requests = window.num_requests
-        if requests > self.max_num_requests:
+        # checks are written here, and the window is unpacked.
+        query_start_loc, counts, slot_mappings, drafts, _, seq_lens, _, states, _ = window
+        if slot_mappings is not None:
+            self.bind(layout_of(window))
+        handles = self._handles
+        if handles is None:
+            raise ValueError("begin: window must have slot_mappings, or bind() must be called first")
+        if drafts is not None and not 0 <= drafts <= self.max_draft_tokens:
             raise ValueError(
-                f"begin: window must have at most {self.max_num_requests} requests (max_num_requests), got {requests}"
+                f"begin: window must have 0 to {self.max_draft_tokens} drafts (max_draft_tokens), got {drafts}"
             )
+        self._window, self._unfinished, self._state = window, "begin", _OPEN
         try:
-            return [window.slot_mappings[group] for group in self._groups]
-        except KeyError as missing:
-            raise ValueError(
-                f"begin: window.slot_mappings must have a slot mapping for each group, got none for {missing}"
-            ) from None
-
-    def _check_window(self, window: Window) -> None:
-        """Raise for the first invalid field. Called only after begin has failed, to explain the failure."""
-
-        def check(name: str, value: object, *dtypes: torch.dtype, least: int = 0) -> None:
-            validation.tensor(f"begin: window.{name}", value, *dtypes, dims=1, least=least, device=self.device)
-
-        validation.boolean("begin: window.leading_zero", window.leading_zero)
-        validation.integer("begin: window.num_bonus_tokens", window.num_bonus_tokens, 0)
-        check("cu_num_draft_tokens", window.cu_num_draft_tokens, torch.int32, least=int(window.leading_zero))
-        check("query_start_loc", window.query_start_loc, torch.int32, least=window.num_requests + 1)
-        validation.instance("begin: window.slot_mappings", window.slot_mappings, Mapping, "a mapping")
-        for group in self._groups:
-            if group in window.slot_mappings:
-                check(f"slot_mappings[{group!r}]", window.slot_mappings[group], torch.int64)
-                tokens = window.slot_mappings[group].shape[0]
-                if tokens > self.max_num_tokens:
-                    raise ValueError(
-                        f"begin: window must have at most {self.max_num_tokens} tokens (max_num_tokens), got {tokens} "
-                        f"in slot_mappings[{group!r}]"
-                    )
-        if self.device.type == "cpu" and window.num_requests > 0:
-            counted = int(window.cu_num_draft_tokens[-1]) - window.num_bonus_tokens * window.num_requests
-            if counted > self.max_draft_tokens:
-                raise ValueError(self._too_many_drafts(counted))
-        self.recovery.check(window)
-
-    def _too_many_drafts(self, drafts: int) -> str:
-        return f"begin: window must have at most {self.max_draft_tokens} drafts (max_draft_tokens), got {drafts}"
+            if handles.redirects:
+                begin_redirected_bound(query_start_loc, counts, handles.begin, seq_lens, states)
+            else:
+                begin_bound(query_start_loc, counts, handles.begin)
+            if drafts is not None:
+                handles.num_rows[0] = drafts
+        except Exception as error:
+            self.cancel()
+            raise own_error(error) from None
+        self._unfinished = ""
 
     def write(
         self,
@@ -509,22 +356,7 @@ class DraftCommitManager(Stateful[Layer]):
             ValueError, TypeError: with this ``token_offset`` the tokens are not in the batch; nothing is written.
             ValueError, TypeError, IndexError: as :func:`nwor_ops.write_kv_logged`.
         """
-        layer = self._layer(name, "write")
-        if self._passes_through("write", name, layer, "key", key):
-            return
-        if not layer.cache.writable:
-            raise RuntimeError(
-                f"write: the planes of layer {name!r} are opaque; call log() and then the layer's own writer"
-            )
-        try:
-            log_rows = self._log_rows_from("write", token_offset, slot_mapping)
-            self.recovery.write(
-                layer, log_rows, key, value, slot_mapping,
-                self._unscaled if k_scale is None else k_scale, self._unscaled if v_scale is None else v_scale,
-                kv_cache_dtype,
-            )  # fmt: skip
-        except Exception as error:
-            raise explained(error, _check_write, key, value, slot_mapping, k_scale, v_scale, kv_cache_dtype) from None
+        self.writer(name).write(key, value, slot_mapping, k_scale, v_scale, kv_cache_dtype, token_offset)
 
     def log(self, name: str, slot_mapping: Tensor, *, token_offset: int = 0) -> None:
         """Log what the drafts' slots of a layer hold, before an external writer runs.
@@ -539,10 +371,26 @@ class DraftCommitManager(Stateful[Layer]):
         Raises:
             RuntimeError, KeyError, ValueError, TypeError, IndexError: as :meth:`write`.
         """
-        layer = self._layer(name, "log")
-        if self._passes_through("log", name, layer, "slot_mapping", slot_mapping):
-            return
-        self.recovery.log(layer, self._log_rows_from("log", token_offset, slot_mapping), slot_mapping)
+        self.writer(name).log(slot_mapping, token_offset)
+
+    def writer(self, name: str) -> LayerWriter:
+        """Return the object whose ``write`` and ``log`` are those of this manager for one layer.
+
+        An engine that looks it up once saves the host a lookup by name in each layer of each step.
+
+        Args:
+            name: a registered layer.
+
+        Raises:
+            KeyError: the layer is not registered.
+            RuntimeError: nothing is allocated.
+        """
+        try:
+            return self._writers[name]
+        except (KeyError, TypeError):
+            raise KeyError(f"layer {name!r} is not registered") from None
+        except AttributeError:
+            raise RuntimeError("writer: the manager must be allocated first") from None
 
     def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> None:
         """Keep the accepted drafts, undo the rejected ones, and close the window.
@@ -550,71 +398,21 @@ class DraftCommitManager(Stateful[Layer]):
         Args:
             draft_token_ids, sampled_token_ids: as in :func:`nwor_ops.acceptance_mask`.
 
-        If this raises, the window is still open:
-
-        - Arguments are checked first. If they are invalid, nothing has changed.
-        - The outcome of the drafts is determined once. Then one launch per geometry undoes the rejected drafts (mode
-          ``"stage"``: copies the accepted ones). :meth:`begin` has checked everything that these launches need. Only
-          the device can fail between two of them.
-        - To finish a commit after its outcome was determined, call this or :meth:`commit_rejected` again. The first
-          outcome is kept; later arguments are ignored.
-        - Otherwise end the window with :meth:`cancel` or :meth:`abandon`. They describe their effect on a partial
-          commit.
+        If this raises, the window is still open. End it with :meth:`cancel` or :meth:`abandon`. All arguments are
+        checked before the first launch, so only the device can fail between two launches.
 
         Raises:
-            RuntimeError: no window is open, or its cancel or abandon has begun and failed.
+            RuntimeError: no window is open, or an earlier call has failed for it.
             ValueError, TypeError: as :func:`nwor_ops.reject_rows`.
         """
-        window, handle = self._window_to_commit("commit"), None
-        if not self._is_outcome_known():
-            try:
-                handle = self._bound_commit(window, draft_token_ids, sampled_token_ids)
-                if handle is None:
-                    self._determine_outcome(
-                        ops.reject_rows, *self._outcome(draft_token_ids, sampled_token_ids).values()
-                    )
-                else:
-                    assert self._bound is not None
-                    drafts = window.num_draft_tokens
-                    self._bound.num_rows[0] = -1 if drafts is None else drafts
-                    self._determine_outcome(commit_tokens_bound, draft_token_ids, sampled_token_ids, handle)
-            except Exception as error:
-                if raises_after_launches(self.buffers.counters):
-                    self._take_back_counts()  # no row was moved: the next commit determines the outcome again
-                ids = {"draft_token_ids": draft_token_ids, "sampled_token_ids": sampled_token_ids}
-                raise explained(own_error(error), validation.tensors, "commit", **ids) from None
-        if handle is None:
-            self._close(window)
-        else:
-            self._end()
-
-    def _bound_commit(self, window: Window, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> Tensor | None:
-        """Return the handle of a bound :meth:`commit`, or None if it must make its launches one by one."""
-        bound = self._bound
-        if bound is None or window.num_draft_tokens == 0:
-            return None
-        # Bound calls serve as many requests as their first one had, and begin's must not serve more. In debug mode an
-        # error tells whether a row was moved only if the launches are made one by one.
-        if (
-            bound.commit_tokens is None
-            and window.num_requests == bound.most_requests
-            and not raises_after_launches(self.buffers.counters)
-        ):
-            outcome = bind("reject_rows", begun=bound.begin, **self._outcome(draft_token_ids, sampled_token_ids))
-            bound.commit_tokens = self.recovery.bind_close_after(window, self._redirects, outcome)
-        return bound.commit_tokens
-
-    def _outcome(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> dict[str, Any]:
-        """Return the arguments of reject_rows, in the order of its schema."""
-        buffers = self.buffers
-        return {
-            "draft_token_ids": draft_token_ids,
-            "sampled_token_ids": sampled_token_ids,
-            "draft_start_loc": buffers.draft_starts,
-            "row_rejected": buffers.row_rejected,
-            "num_accepted": buffers.num_accepted,
-            "counters": buffers.counters,
-        }
+        if self._state is not _OPEN or self._unfinished:
+            self._window_to_commit("commit")
+        self._unfinished = "commit"
+        try:
+            commit_tokens_bound(draft_token_ids, sampled_token_ids, self._handles.commit_tokens)  # type: ignore[union-attr]
+        except Exception as error:
+            raise own_error(error) from None
+        self._window, self._unfinished, self._state = None, "", _CLOSED
 
     def commit_rejected(self, num_rejected: Tensor) -> None:
         """Commit with the number of rejected drafts of each request, for engines that know it; otherwise as
@@ -627,69 +425,39 @@ class DraftCommitManager(Stateful[Layer]):
             RuntimeError: as :meth:`commit`.
             ValueError, TypeError: as :func:`nwor_ops.reject_rows_from_rejected`.
         """
-        bound, window = self._bound, self._window
-        # The fast path of most steps. It avoids method calls, which cost some us each in a cold cache.
-        if (
-            bound is not None and (commit := bound.commit) is not None and window is not None
-            and (drafts := window.num_draft_tokens) != 0
-            and self._state is _OPEN and self._outcome_known is False and not self._ending
-        ):  # fmt: skip
-            self._outcome_known = None
-            try:
-                bound.num_rows[0] = -1 if drafts is None else drafts
-                commit_bound(num_rejected, commit)
-            except Exception as error:
-                raise explained(
-                    own_error(error), validation.tensors, "commit_rejected", num_rejected=num_rejected
-                ) from None
-            self._outcome_known, self._window, self._redirects, self._state = True, None, [], _CLOSED
-            return
-        window, buffers, first = self._window_to_commit("commit_rejected"), self.buffers, 0
-        if not self._is_outcome_known():
-            try:
-                if window.num_draft_tokens == 0:
-                    self._determine_outcome(
-                        ops.reject_rows_from_rejected, num_rejected, buffers.draft_starts, buffers.row_rejected,
-                        buffers.num_accepted, buffers.counters,
-                    )  # fmt: skip
-                else:
-                    # Bound calls serve as many requests as their first one had, and begin's must not serve more.
-                    if bound is not None and bound.commit is None and window.num_requests == bound.most_requests:
-                        bound.commit = self.recovery.bind_close(window, self._redirects, num_rejected, bound.begin)
-                    self._determine_outcome(self.recovery.close_from_rejected, window, self._redirects, num_rejected)
-                    first = 1
-            except Exception as error:
-                raise explained(error, validation.tensors, "commit_rejected", num_rejected=num_rejected) from None
-        self._close(window, first)
+        if self._state is not _OPEN or self._unfinished:
+            self._window_to_commit("commit_rejected")
+        self._unfinished = "commit_rejected"
+        try:
+            commit_bound(num_rejected, self._handles.commit)  # type: ignore[union-attr]
+        except Exception as error:
+            raise own_error(error) from None
+        self._window, self._unfinished, self._state = None, "", _CLOSED
 
     def cancel(self) -> None:
         """Undo every draft written since begin, and close the window. All its drafts count as rejected.
 
-        It is safe after a forward that stopped at any layer. In mode ``"cow"``, a layer that was not reached has logged
-        nothing in this window and does not change. Mode ``"stage"`` does not know which layers were reached. It copies
-        the rows of this step's non-draft tokens from the shadow pages in all layers. A layer that was not reached gets
-        stale rows at these slots, and only there. The slots hold no valid rows until the step is repeated.
+        Call it after any exception. Between windows it does nothing. It is safe after a forward that stopped at any
+        layer. In mode ``"cow"``, a layer that was not reached has logged nothing in this window and does not change.
+        Mode ``"stage"`` does not know which layers were reached. It copies the rows of this step's non-draft tokens
+        from the shadow pages in all layers. A layer that was not reached gets stale rows at these slots, and only
+        there. The slots hold no valid rows until the step is repeated.
 
-        After a :meth:`commit` that failed between two launches:
+        After a commit or an abandon that failed between two launches:
 
         - In mode ``"cow"``, accepted drafts are undone from the log too, in every layer.
-        - In mode ``"stage"`` there is no log. Layers whose launch was made keep the rows of accepted drafts, never of
-          rejected ones. These slots are past the end of the cancelled step's sequences. Other layers get none of these
-          rows. Slots and tables are restored. To have the same rows in all layers, finish the commit instead.
-
-        After an :meth:`abandon` that failed between two launches, mode ``"stage"`` leaves every draft in the layers
-        whose launch was made, rejected ones too. To have the same rows in all layers, finish the abandon instead. In
-        mode ``"cow"`` an abandon makes no launch, and cancel undoes every draft.
+        - In mode ``"stage"`` there is no log. Layers whose launch was made keep the rows of accepted drafts. These
+          slots are past the end of the cancelled step's sequences. Other layers get none of these rows. Slots and
+          tables are restored.
 
         If this raises, the window is still open: call cancel again, or :meth:`abandon`.
         """
-        window = self._open_window("cancel")
-        if self._ending == "begin":
-            self._undo_begin(window)
+        if self._state is not _OPEN:
             return
-        self._ending = "cancel"
-        self._count_as_rejected()
-        self.recovery.close(window, self._redirects)
+        if self._unfinished == "begin":
+            self._undo_begin()
+            return
+        self._close("cancel", self.buffers.draft_start_loc.diff())
         self._end(cancelled=True)
 
     def abandon(self) -> None:
@@ -702,18 +470,21 @@ class DraftCommitManager(Stateful[Layer]):
         the rest of this forward writes only to the requests' pages.
 
         After a :meth:`commit` that failed, every accepted draft stays. In mode ``"cow"``, rejected drafts stay in the
-        layers that the commit did not reach. In mode ``"stage"``, all drafts stay.
+        layers that the commit did not reach. In mode ``"stage"``, all drafts stay. A window whose begin failed is
+        cancelled instead.
 
         If this raises, the window is still open: call abandon again, or :meth:`cancel`.
         """
-        window = self._open_window("abandon")
-        if self._ending == "begin":
-            self._undo_begin(window)
+        self._require(_OPEN, "abandon")
+        if self._unfinished == "begin":
+            self._undo_begin()
             return
-        self._ending = "abandon"
-        self._take_back_counts()
+        if self.mode == "stage":
+            self._close("abandon", self._zeros)
+            self.recovery.forget(None)  # the rest of the forward does not write to shadow pages
+        self._unfinished = "abandon"
+        self._take_back_outcome()
         self.buffers.num_accepted.zero_()
-        self.recovery.close_keeping_all(window, self._redirects)
         self._end(abandoned_drafts=self._abandoned_drafts + self._uncounted_drafts())
 
     def refresh_shadow_pages(self) -> None:
@@ -723,9 +494,10 @@ class DraftCommitManager(Stateful[Layer]):
         Mode ``"stage"`` copies them to the pages that attention reads. Mode ``"cow"`` does nothing.
 
         Raises:
-            RuntimeError: no window is open, or its cancel or abandon has begun and failed.
+            RuntimeError: no window is open, or an earlier call has failed for it.
         """
-        self.recovery.refresh(self._window_to_commit("refresh_shadow_pages"))
+        window = self._window_to_commit("refresh_shadow_pages")
+        self.recovery.refresh(window, self._num_requests(window))
 
     def forget_shadow_pages(self, states: Sequence[int] | None = None) -> None:
         """Discard what the shadow pages are assumed to hold, for engines that pass ``Window.request_states``.
@@ -749,72 +521,10 @@ class DraftCommitManager(Stateful[Layer]):
             ValueError, TypeError: a state is not below ``max_num_requests``.
         """
         self._require(State.CLOSED, "forget_shadow_pages")
-        if states is not None:
-            states = validation.items("forget_shadow_pages: states", states, "integers")
-            for state in states:
-                validation.integer("forget_shadow_pages: states", state, 0, self.max_num_requests - 1)
+        for state in states or ():
+            validation.integer("forget_shadow_pages: states", state, 0, self.max_num_requests - 1)
         if states is None or len(states) > 0:
             self.recovery.forget(states)
-
-    # The counters show on the device whether the drafts of a window are counted. Python cannot know it after a signal,
-    # which may arrive right after a launch. The answer synchronizes with the device. Without data nothing is counted.
-
-    def _determine_outcome(self, launch: Callable[..., None], *arguments: Any) -> None:
-        """Launch the op that determines which drafts were accepted, and counts them."""
-        self._outcome_known = None
-        launch(*arguments)
-        self._outcome_known = True
-
-    def _is_outcome_known(self) -> bool:
-        if self._outcome_known is None:
-            self._outcome_known = self._is_counted(self._uncounted_drafts(), slice(None))
-        return self._outcome_known
-
-    def _is_counted(self, uncounted: Tensor, rows: slice) -> bool:
-        """Return whether the drafts in these log rows are counted, given the number of drafts that may not be."""
-        return not has_no_data(uncounted) and bool(uncounted < self._planned_drafts(rows))
-
-    def _take_back_counts(self) -> None:
-        """Uncount the outcome of this window's drafts, if it was counted."""
-        if self._is_outcome_known():
-            self._outcome_known = None
-            self._uncount(slice(None))
-        self._outcome_known = False
-
-    def _uncount(self, rows: slice) -> None:
-        """Uncount the outcome of the drafts in these log rows, with one launch."""
-        buffers = self.buffers
-        planned, rejected, counts = (
-            buffers.row_requests[rows] >= 0,
-            buffers.row_rejected[rows],
-            buffers.counters.clone(),
-        )
-        for name, outcome in (("accepted", ~rejected), ("rejected", rejected)):
-            counts[ops.COUNTERS.index(name)].sub_((planned & outcome).sum())
-        buffers.counters.copy_(counts)
-
-    def _count_as_rejected(self) -> None:
-        """Count every draft of the planned window as rejected, whatever its counted outcome was."""
-        self._take_back_counts()
-        self.buffers.num_accepted.zero_()
-        self.buffers.row_rejected.fill_(True)
-        self._outcome_known = None
-        self._add_rejected(self._uncounted_drafts())
-        self._outcome_known = True
-
-    def _add_rejected(self, drafts: Tensor) -> None:
-        self.buffers.counters[ops.COUNTERS.index("rejected")].add_(drafts)
-
-    def _planned_drafts(self, rows: slice) -> Tensor:
-        """Return the number of drafts that have one of these log rows."""
-        return (self.buffers.row_requests[rows] >= 0).sum()
-
-    def _uncounted_drafts(self) -> Tensor:
-        """Return the number of drafts of the open window that count neither as accepted nor as rejected."""
-        drafted, accepted, rejected = (
-            self.buffers.counters[ops.COUNTERS.index(name)] for name in ("drafted", "accepted", "rejected")
-        )
-        return drafted - accepted - rejected - self._abandoned_drafts
 
     def stats(self, counters: Tensor | None = None) -> Stats:
         """Return the totals so far.
@@ -825,117 +535,79 @@ class DraftCommitManager(Stateful[Layer]):
         """
         if self._state is State.REGISTERING:
             return Stats(0, 0, 0, 0, 0, 0, 0)
-        if counters is not None:
-            validation.tensor("stats: counters", counters, torch.int64, dims=1, least=len(ops.COUNTERS))
         return Stats.read(self.buffers.counters if counters is None else counters, self._cancelled, self._abandoned)
 
     # ------------------------------------------------------------ inside
 
-    def _log_rows_from(self, method: str, token_offset: int, slot_mapping: Tensor) -> Tensor:
-        # The ops accept more log rows than tokens, so only a micro-batch needs a view.
-        log_rows = self.buffers.log_rows
-        if type(token_offset) is int and token_offset == 0:
-            return log_rows
-        validation.token_offset(method, token_offset, slot_mapping.shape[0], self.max_num_tokens)
-        return log_rows[token_offset:]
+    def _window_to_commit(self, method: str) -> Window:
+        self._require(_OPEN, method)
+        assert self._window is not None
+        if self._unfinished:
+            raise RuntimeError(f"{method}: {self._unfinished}() has failed for the open window; call cancel() first")
+        return self._window
 
-    def _close(self, window: Window, first: int = 0) -> None:
-        """Make the launches of a commit from launch ``first`` on.
+    def _num_requests(self, window: Window) -> int:
+        assert self._layout is not None
+        return window.cu_num_draft_tokens.size(0) - self._layout.leading_zero
 
-        With 0 drafts an undo log needs none. Shadow pages are closed in any case: a window that has drafts although the
-        caller said 0 has redirected slots and tables.
-        """
-        if window.num_draft_tokens != 0 or self._redirects:
-            self.recovery.close(window, self._redirects, first, window.num_draft_tokens)
-        self._end()
+    def _undo_begin(self) -> None:
+        """Undo a begin that failed. The window counts as cancelled if it was planned with drafts."""
+        assert self._window is not None
+        counters = self.buffers.counters
+        planned = not is_capturing(counters) and int(self._uncounted_drafts()) > 0
+        if planned:
+            self.recovery.put_back(self._window, self._num_requests(self._window))
+            self._count("rejected", self._uncounted_drafts())
+        self._end(cancelled=planned)
+
+    def _close(self, method: str, num_rejected: Tensor) -> None:
+        """Make the launches of a commit with this outcome, in place of that of a commit that failed."""
+        assert self._handles is not None
+        self._unfinished = method
+        self._take_back_outcome()
+        self._handles.num_rows[0] = -1
+        try:
+            commit_bound(num_rejected, self._handles.commit)
+        except Exception as error:
+            raise own_error(error) from None
 
     def _end(self, cancelled: bool = False, abandoned_drafts: Tensor | None = None) -> None:
         """Close the window and count how it ended, in one statement."""
         abandoned, drafts = (0, self._abandoned_drafts) if abandoned_drafts is None else (1, abandoned_drafts)
-        self._cancelled, self._abandoned, self._abandoned_drafts, self._window, self._redirects, self._state = (
-            self._cancelled + cancelled, self._abandoned + abandoned, drafts, None, [], State.CLOSED
+        self._cancelled, self._abandoned, self._abandoned_drafts, self._window, self._unfinished, self._state = (
+            self._cancelled + cancelled, self._abandoned + abandoned, drafts, None, "", _CLOSED
         )  # fmt: skip
 
-    def _open_window(self, method: str) -> Window:
-        self._require(State.OPEN, method)
-        assert self._window is not None
-        return self._window
+    def _take_back_outcome(self) -> None:
+        """Uncount the drafts of the open window if a call that failed has counted them. Only the device knows it."""
+        buffers = self.buffers
+        counted = (buffers.row_requests >= 0) & (self._uncounted_drafts() == 0)
+        accepted, rejected = (counted & ~buffers.row_rejected).sum(), (counted & buffers.row_rejected).sum()
+        self._count("accepted", -accepted)
+        self._count("rejected", -rejected)
 
-    def _window_to_commit(self, method: str) -> Window:
-        window = self._open_window(method)
-        if self._ending == "begin":
-            raise RuntimeError(f"{method}: begin() has failed for the open window; call cancel() first")
-        if self._ending:  # rows may be undone or kept already
-            raise RuntimeError(f"{method}: {self._ending}() has begun for the open window; call {self._ending}() again")
-        return window
+    def _count(self, counter: str, drafts: Tensor) -> None:
+        self.buffers.counters[ops.COUNTERS.index(counter)].add_(drafts)
 
-    def _passes_through(self, method: str, name: str, layer: Layer, argument: str, tensor: Tensor) -> bool:
-        """Return whether there is nothing to write. Raise outside a window, except in compiled or captured code."""
-        if torch.compiler.is_compiling():
-            return False
-        try:
-            if has_no_data(tensor) or has_no_data(layer.cache.planes[0].view):
-                return True
-        except (AttributeError, RuntimeError) as error:
-            raise explained(error, validation.tensor, f"{method}: {argument}", tensor) from None
-        if self._state is not State.OPEN:
-            self._require_window(method, name, tensor)
-        return False
+    def _uncounted_drafts(self) -> Tensor:
+        """Return the number of drafts of the open window that count neither as accepted nor as rejected."""
+        drafted, accepted, rejected = (
+            self.buffers.counters[ops.COUNTERS.index(name)] for name in ("drafted", "accepted", "rejected")
+        )
+        return drafted - accepted - rejected - self._abandoned_drafts
 
 
-# ---------------------------------------------------------------- the manager of a device
+def tensors_of_groups(field: str, tensors: Mapping[str, Tensor] | None, groups: Sequence[str]) -> list[Tensor]:
+    """Return the tensor of each group."""
+    missing = [group for group in groups if tensors is None or group not in tensors]
+    if tensors is None or missing:
+        raise ValueError(f"bind: {field} must have a tensor for each group, got none for {missing}")
+    return [tensors[group] for group in groups]
 
 
-# Weak references: an engine's cache must not outlive the engine.
-_current: WeakValueDictionary[torch.device, DraftCommitManager] = WeakValueDictionary()
-
-
-def set_current_manager(manager: DraftCommitManager | None, device: torch.device | str | None = None) -> None:
-    """Make a manager the one that :func:`current_manager` returns for its device, in every thread.
-
-    Only the owner of the manager keeps it alive. Engines that share a device must pass their managers on themselves.
-
-    Args:
-        manager: the manager; None removes the current one.
-        device: for None, the device whose manager is removed; default: all devices.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: ``manager`` or ``device`` is invalid.
-
-    Example:
-        >>> import nwor_ops
-        >>> nwor_ops.set_current_manager(None, "cpu")
-        >>> nwor_ops.current_manager("cpu") is None
-        True
-    """
-    if manager is not None:
-        validation.instance("set_current_manager: manager", manager, DraftCommitManager, "a DraftCommitManager or None")
-        _current[manager.device] = manager
-    elif device is not None:
-        _current.pop(validation.device("set_current_manager: device", device), None)
-    else:
-        _current.clear()
-
-
-def current_manager(device: torch.device | str) -> DraftCommitManager | None:
-    """Return the manager of a device, for attention back ends that hold no reference to one.
-
-    Args:
-        device: a device or its name; ``"cuda"`` is the current one.
-
-    Returns:
-        The manager that :func:`set_current_manager` set for the device, or None.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: the device is invalid or not available.
-
-    Example:
-        >>> import nwor_ops
-        >>> manager = nwor_ops.DraftCommitManager(
-        ...     max_num_tokens=4, max_num_requests=1, max_draft_tokens=2, device="cpu"
-        ... )
-        >>> nwor_ops.set_current_manager(manager)
-        >>> nwor_ops.current_manager("cpu") is manager
-        True
-    """
-    return _current.get(validation.device("current_manager: device", device))
+def layout_of(window: Window) -> Layout:
+    assert window.slot_mappings is not None
+    return Layout(
+        window.slot_mappings, window.block_tables, window.num_bonus_tokens, window.leading_zero,
+        window.request_states is not None,
+    )  # fmt: skip

@@ -20,8 +20,9 @@ from nwor_ops.ops.bound import bind
 from nwor_ops.ops.shadow import MOST_GROUPS
 from nwor_ops.overlap import Area, first_overlap
 from nwor_ops.transaction.layers import Layer, LayerTable
-from nwor_ops.transaction.recovery import Capacity, Redirects
-from nwor_ops.transaction.window import Window, WindowBuffers, numbers_on
+from nwor_ops.transaction.modes import Capacity, LayerWriter
+from nwor_ops.transaction.protocol import Stateful
+from nwor_ops.transaction.window import Layout, Window, WindowBuffers, numbers_on
 from nwor_ops.validation import BoundToMemory
 
 
@@ -66,10 +67,7 @@ class Launch:
 
 
 class GroupViews(NamedTuple):
-    """Views of the tensors that open_window and close_window take, for the groups of one launch.
-
-    They are made once, because a lookup costs the host less than new views in every step.
-    """
+    """Views of the tensors that open_window and close_window take, for the groups of one launch."""
 
     row_slots: Tensor
     shadow_blocks: Tensor
@@ -79,7 +77,7 @@ class GroupViews(NamedTuple):
 
 
 class ShadowPages(BoundToMemory):
-    """See :class:`nwor_ops.transaction.recovery.Recovery`. All planes of a group have the same pages."""
+    """See :class:`nwor_ops.transaction.modes.Recovery`. All planes of a group have the same pages."""
 
     log_bytes = 0
 
@@ -141,28 +139,29 @@ class ShadowPages(BoundToMemory):
             )
         return torch.arange(first, first + self.blocks_per_group, dtype=torch.int32)
 
-    def redirects(self, window: Window, slot_mappings: list[Tensor]) -> Redirects:
-        if window.seq_lens is None:
-            raise ValueError("begin: window must have seq_lens")
-        given: Any = window.block_tables
-        block_tables = [given[group] for group in self.groups]
+    def writer(self, layer: Layer, manager: Stateful[Layer], unscaled: Tensor) -> PlainWriter:
+        return PlainWriter(layer, manager, self._buffers, unscaled)
+
+    def bind_begin(self, plan: Tensor, layout: Layout, sample: Window) -> Tensor:
+        tables: Any = layout.block_tables
+        slot_mappings = [layout.slot_mappings[group] for group in self.groups]
+        block_tables = [tables[group] for group in self.groups]
         self._check_apart("slot_mappings", slot_mappings)
         self._check_apart("block_tables", block_tables)
-        if len(self.launches) == 1:
-            return [(slot_mappings, block_tables)]
-        return [
+        self._redirects = [
             (slot_mappings[launch.groups], block_tables[launch.groups]) if launch.redirects else ([], [])
             for launch in self.launches
         ]
+        requests = len(sample.query_start_loc) - 1
+        for number in range(len(self.launches)):
+            plan = bind("open_window", plan, **self._open(number, sample, requests))
+        return plan
 
     def _check_apart(self, field: str, tensors: list[Tensor]) -> None:
         """Raise ValueError if two groups share slots or table entries: each would redirect what the other one has.
 
-        One launch does not see the tensors of another. This runs only for windows whose calls are not bound yet. A
-        trace has no addresses.
+        One launch does not see the tensors of another.
         """
-        if torch.compiler.is_compiling():
-            return
         areas = [
             (group, Area.of(tensor))
             for group, tensor in zip(self.groups, tensors, strict=True)
@@ -170,156 +169,76 @@ class ShadowPages(BoundToMemory):
         ]
         if (shared := first_overlap(areas)) is not None:
             raise ValueError(
-                f"begin: window.{field} of groups {shared[0]!r} and {shared[1]!r} must not share memory in mode "
+                f"bind: {field} of groups {shared[0]!r} and {shared[1]!r} must not share memory in mode "
                 '"stage"; layers with the same slots belong to one group'
             )
 
-    def check(self, window: Window) -> None:
-        if window.seq_lens is None or window.block_tables is None:
-            lacking = " and no ".join(name for name in ("seq_lens", "block_tables") if getattr(window, name) is None)
-            raise ValueError(f'begin: window must have seq_lens and block_tables in mode "stage", got no {lacking}')
-        validation.instance("begin: window.block_tables", window.block_tables, Mapping, "a mapping")
-        missing = [group for group in self.groups if group not in window.block_tables]
-        if missing:
-            raise ValueError(f"begin: window.block_tables must have a table for each group, got none for {missing}")
+    def bind_commit(self, begun: Tensor, sample: Window, num_rejected: Tensor) -> Tensor:
+        arguments = self._close(0, sample, len(num_rejected))
+        outcome = self._buffers.outcome_arguments(len(num_rejected))
+        bound = bind("close_window_from_rejected", begun=begun, num_rejected=num_rejected, **arguments | outcome)
+        return self._bind_closes(bound, sample, 1)
 
-        def check(name: str, value: object, *dtypes: torch.dtype, dims: int = 1) -> None:
-            least = window.num_requests
-            validation.tensor(
-                f"begin: window.{name}", value, *dtypes, dims=dims, least=least, device=self._capacity.device
-            )
+    def bind_commit_tokens(self, outcome: Tensor, sample: Window) -> Tensor:
+        return self._bind_closes(outcome, sample, 0)
 
-        check("seq_lens", window.seq_lens, torch.int32)
-        if window.request_states is not None:
-            check("request_states", window.request_states, torch.int32, torch.int64)
-        for group in self.groups:
-            check(f"block_tables[{group!r}]", window.block_tables[group], torch.int32, dims=2)
+    def _bind_closes(self, bound: Tensor, sample: Window, first: int) -> Tensor:
+        for number in range(first, len(self.launches)):
+            bound = bind("close_window", bound, **self._close(number, sample, len(sample.query_start_loc) - 1))
+        return bound
 
-    def open(self, window: Window, redirects: Redirects) -> None:
-        for launch, views, own in zip(self.launches, self._group_views, redirects, strict=True):
-            ops.open_window(**self._open(launch, views, window, own, _held(views, window)))
-
-    def bind_open(self, window: Window, redirects: Redirects, plan: Tensor) -> Tensor:
-        for launch, views, own in zip(self.launches, self._group_views, redirects, strict=True):
-            plan = bind("open_window", plan, **self._open(launch, views, window, own, _held(views, window)))
-        return plan
-
-    def _open(
-        self,
-        launch: Launch,
-        views: GroupViews,
-        window: Window,
-        redirects: tuple[list[Tensor], list[Tensor]],
-        held_slots: Tensor | None,
-    ) -> dict[str, Any]:
-        return self._window(launch, views, window, redirects, held_slots) | {
+    def _open(self, number: int, window: Window, num_requests: int) -> dict[str, Any]:
+        views = self._group_views[number]
+        return self._arguments(number, window, num_requests) | {
             "seq_lens": window.seq_lens,
             "row_slots": views.row_slots,
         }
 
-    def _window(
-        self,
-        launch: Launch,
-        views: GroupViews,
-        window: Window,
-        redirects: tuple[list[Tensor], list[Tensor]],
-        held_slots: Tensor | None,
-    ) -> dict[str, Any]:
+    def _close(self, number: int, window: Window, num_requests: int) -> dict[str, Any]:
+        return self._arguments(number, window, num_requests) | {"row_rejected": self._buffers.row_rejected}
+
+    def _arguments(self, number: int, window: Window, num_requests: int) -> dict[str, Any]:
         """Return the common arguments of all ops of a window."""
+        launch, views = self.launches[number], self._group_views[number]
         caches, table = launch.planes.arguments()
-        slot_mappings, block_tables = redirects
+        slot_mappings, block_tables = self._redirects[number]
         return {
             "caches": caches,
             "planes_per_group": launch.planes_per_group,
             "query_start_loc": window.query_start_loc,
-            "draft_start_loc": self._buffers.draft_starts,
+            "draft_start_loc": self._buffers.draft_start_loc[: num_requests + 1],
             "shadow_blocks": views.shadow_blocks,
             "slot_mappings": slot_mappings,
             "block_tables": block_tables,
             "saved_slots": views.saved_slots,
             "tail_pages": views.tail_pages,
             "idx_mapping": window.request_states,
-            "held_slots": held_slots,
+            "held_slots": None if window.request_states is None else views.held_slots,
             "page_offsets": launch.page_offsets,
             "plane_table": table,
         }
 
-    def write(
-        self,
-        layer: Layer,
-        log_rows: Tensor,
-        key: Tensor,
-        value: Tensor,
-        slot_mapping: Tensor,
-        k_scale: Tensor,
-        v_scale: Tensor,
-        kv_cache_dtype: str,
-    ) -> None:
-        """Write to the slots, which are redirected already."""
-        ops.write_kv(key, value, *layer.caches(), slot_mapping, k_scale, v_scale, kv_cache_dtype)
-
-    def log(self, layer: Layer, log_rows: Tensor, slot_mapping: Tensor) -> None:
-        """Do nothing: the external writer follows the redirected slots."""
-
-    def close(self, window: Window, redirects: Redirects, first: int = 0, num_drafts: int | None = None) -> None:
-        """Copy the rows to keep, and restore slots and tables. The source rows do not change, so it can be repeated."""
-        for launch, views, own in zip(self.launches[first:], self._group_views[first:], redirects[first:], strict=True):
-            ops.close_window(**self._close(launch, views, window, own))
-
-    def _close(
-        self, launch: Launch, views: GroupViews, window: Window, redirects: tuple[list[Tensor], list[Tensor]]
-    ) -> dict[str, Any]:
-        held_slots, row_rejected = _held(views, window), self._buffers.row_rejected
-        return self._window(launch, views, window, redirects, held_slots) | {"row_rejected": row_rejected}
-
-    def _close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> dict[str, Any]:
-        return self._close(self.launches[0], self._group_views[0], window, redirects[0]) | {
-            "num_rejected": num_rejected,
-            "num_accepted": self._buffers.num_accepted,
-            "counters": self._buffers.counters,
-        }
-
-    def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
-        ops.close_window_from_rejected(**self._close_from_rejected(window, redirects, num_rejected))
-
-    def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor, begun: Tensor) -> Tensor:
-        bound = bind(
-            "close_window_from_rejected", begun=begun, **self._close_from_rejected(window, redirects, num_rejected)
-        )
-        return self._bind_from(1, window, redirects, bound)
-
-    def bind_close_after(self, window: Window, redirects: Redirects, outcome: Tensor) -> Tensor:
-        return self._bind_from(0, window, redirects, outcome)
-
-    def _bind_from(self, first: int, window: Window, redirects: Redirects, bound: Tensor) -> Tensor:
-        for launch, views, own in zip(self.launches[first:], self._group_views[first:], redirects[first:], strict=True):
-            bound = bind("close_window", bound, **self._close(launch, views, window, own))
-        return bound
-
-    def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
-        self._buffers.row_rejected.fill_(False)
-        self.close(window, redirects)
-        self.forget(None)  # the rest of the forward does not write to shadow pages
-
-    def put_back(self, window: Window, redirects: Redirects) -> None:
-        """Undo the launches of an open that failed. Synchronizes with the device.
+    def put_back(self, window: Window, num_requests: int) -> None:
+        """Restore slots and tables. Synchronizes with the device.
 
         Nothing was written yet, so no row is copied: the launch gets planes without columns. The slots show which
         launches ran: only those of made launches lie in shadow pages. The saved slots of other launches are from an
         earlier window.
         """
         self.held_slots.fill_(-1)
-        for launch, views, own in zip(self.launches, self._group_views, redirects, strict=True):
+        for number, launch in enumerate(self.launches):
             first, block_size = launch.groups.start, launch.planes.views[0].shape[1]
-            if any(self._is_redirected(first + place, slots, block_size) for place, slots in enumerate(own[0])):
+            slot_mappings, _ = self._redirects[number]
+            if any(self._is_redirected(first + index, slots, block_size) for index, slots in enumerate(slot_mappings)):
                 empty = [view[..., :0] for view in launch.planes.views]
                 only_tables = {"caches": empty, "plane_table": None, "held_slots": None, "page_offsets": None}
-                ops.close_window(**self._close(launch, views, window, own) | only_tables)
+                ops.close_window(**self._close(number, window, num_requests) | only_tables)
 
-    def refresh(self, window: Window) -> None:
+    def refresh(self, window: Window, num_requests: int) -> None:
         """Copy every committed row of the tail pages again. Tables and slots do not change."""
-        for launch, views in zip(self.launches, self._group_views, strict=True):
-            ops.open_window(**self._open(launch, views, window, ([], []), None))
+        for number in range(len(self.launches)):
+            nothing: dict[str, Any] = {"slot_mappings": [], "block_tables": [], "held_slots": None}
+            ops.open_window(**self._open(number, window, num_requests) | nothing)
 
     def forget(self, states: Sequence[int] | None) -> None:
         """Clear the held slots with one fill. For selected states, their numbers are copied to the device first."""
@@ -333,19 +252,43 @@ class ShadowPages(BoundToMemory):
         return bool(torch.isin(blocks, self.shadow_blocks[group]).any())
 
 
-def _held(views: GroupViews, window: Window) -> Tensor | None:
-    return None if window.request_states is None else views.held_slots
+class PlainWriter(LayerWriter):
+    """Writes to the slots, which are redirected already."""
+
+    def write(
+        self,
+        key: Tensor,
+        value: Tensor,
+        slot_mapping: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+        token_offset: int = 0,
+    ) -> None:
+        if self._has_nothing_to_write("write", key):
+            return
+        self._require_writable()
+        self._log_rows("write", token_offset, slot_mapping)  # checks the offset
+        ops.write_kv(
+            key, value, *self._layer.caches(), slot_mapping, self._unscaled if k_scale is None else k_scale,
+            self._unscaled if v_scale is None else v_scale, kv_cache_dtype,
+        )  # fmt: skip
+
+    def log(self, slot_mapping: Tensor, token_offset: int = 0) -> None:
+        """Only check: the external writer follows the redirected slots."""
+        if not self._has_nothing_to_write("log", slot_mapping):
+            self._log_rows("log", token_offset, slot_mapping)
 
 
 def _pages_of(group: str, planes: Sequence[Plane]) -> tuple[int, int]:
     """Return the number and the size of the pages of a group."""
-    found = {(plane.view.shape[0], plane.view.shape[1]) for plane in planes}
-    if len(found) != 1:
+    pages = {(plane.view.shape[0], plane.view.shape[1]) for plane in planes}
+    if len(pages) != 1:
         raise ValueError(
             f'allocate: the layers of group {group!r} must have the same pages in mode "stage", got '
-            f"{sorted(found)} (num_blocks, block_size)"
+            f"{sorted(pages)} (num_blocks, block_size)"
         )
-    num_blocks, block_size = found.pop()
+    num_blocks, block_size = pages.pop()
     if block_size == 0:
         raise ValueError(
             f'allocate: the layers of group {group!r} must have tokens in their pages in mode "stage", got block_size 0'

@@ -14,7 +14,7 @@ the cache (docs/guides/building-blocks.md). The vLLM plugin does not use it. The
 several of them may name the same slot, and the accepted path goes to consecutive slots.
 
 Between begin and commit nothing synchronizes with the device. ``stage`` can be traced and captured, since all that
-changes between windows is data in buffers at fixed addresses.
+changes between windows is data in buffers at fixed addresses. After any exception, call ``reject``.
 
 :class:`KVCacheInterceptor` combines it with a plain writer.
 """
@@ -28,23 +28,19 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
-from nwor_ops.kv_cache import LayerCache, has_no_data
+from nwor_ops.kv_cache import LayerCache
 from nwor_ops.torch_fixes import static, static_int
 from nwor_ops.transaction.counters import InterceptorStats, StagingStats
-from nwor_ops.transaction.state import State, Stateful
-from nwor_ops.validation import BoundToMemory, explained
+from nwor_ops.transaction.protocol import State, Stateful
+from nwor_ops.validation import BoundToMemory
 
-_WINDOWS = ops.STAGE_COUNTERS.index("windows")
+_WINDOWS = slice(ops.STAGE_COUNTERS.index("windows"), ops.STAGE_COUNTERS.index("windows") + 1)
 
 
 @dataclass
 class _StagedLayer(BoundToMemory):
     cache: LayerCache
     index: int
-    dtype: torch.dtype
-    kv_cache_dtype: str
-    k_scale: Tensor | None
-    v_scale: Tensor | None
     staged: tuple[Tensor, Tensor] | None = None  # [R, H, Dk] and [R, H, Dv]; filled by allocate()
 
 
@@ -75,7 +71,6 @@ class StagingBuffer(Stateful[_StagedLayer]):
     _called = "staging buffer"
     _closing = "commit() or reject()"
     _layers: dict[str, _StagedLayer]
-    _in_place_of_a_copy = "make another StagingBuffer, register the layers' own caches and allocate() it"
 
     def __init__(self, *, max_num_tokens: int, max_num_rows: int, device: torch.device | str) -> None:
         self.max_num_tokens = validation.integer("StagingBuffer: max_num_tokens", max_num_tokens)
@@ -83,30 +78,16 @@ class StagingBuffer(Stateful[_StagedLayer]):
         self.device = validation.device("StagingBuffer: device", device)
         self._layers = {}
         self._by_request = False  # whether the open window's rows have requests and positions
-        self._destinations: Tensor | None = None  # slots of the open window's rows, after their outcome is known
-        self._launched: Tensor | None = None  # the same before: only the device knows whether the outcome is counted
-        self._after_reject: Tensor | None = None  # counters of a window that was counted before it was rejected
+        self._failed = False  # whether a commit or reject of the open window has begun
 
     # ------------------------------------------------------------ set-up
 
-    def register_layer(
-        self,
-        name: str,
-        cache: LayerCache,
-        *,
-        dtype: torch.dtype | None = None,
-        kv_cache_dtype: str = "auto",
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> None:
-        """Add a layer to every window.
+    def register_layer(self, name: str, cache: LayerCache) -> None:
+        """Add a layer to every window. Its keys and values have the dtype of the cache.
 
         Args:
             name: the engine's name of the layer; unique.
             cache: planes of the layer, which must hold a key and a value.
-            dtype: dtype of its keys and values; None = that of the cache (``kv_cache_dtype="auto"``).
-            kv_cache_dtype, k_scale, v_scale: as in :func:`nwor_ops.write_kv`; None = 1. Rows are staged unquantized and
-                quantized at commit, so a scale per token has one value for each row of the buffer.
 
         Raises:
             RuntimeError: the buffer is allocated already.
@@ -114,19 +95,9 @@ class StagingBuffer(Stateful[_StagedLayer]):
         """
         self._require(State.REGISTERING, "register_layer")
         self._check_new_layer(name, cache)
-        validation.instance("register_layer: kv_cache_dtype", kv_cache_dtype, str, "a string")
-        if dtype is not None:
-            validation.instance("register_layer: dtype", dtype, torch.dtype, "a torch.dtype or None")
-        for what, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scale is not None:
-                validation.tensor(f"register_layer: {what}", scale)
         if not cache.writable:
             raise ValueError(f"register_layer: the planes of {name!r} must hold a key and a value, they are opaque")
-        if dtype is None:
-            if kv_cache_dtype != "auto":
-                raise ValueError(f"register_layer: dtype must be given for kv_cache_dtype {kv_cache_dtype}, got None")
-            dtype = cache.planes[0].view.dtype
-        self._layers[name] = _StagedLayer(cache, len(self._layers), dtype, kv_cache_dtype, k_scale, v_scale)
+        self._layers[name] = _StagedLayer(cache, len(self._layers))
 
     def allocate(self) -> None:
         """Allocate rows and records. A staging buffer makes no other allocation.
@@ -145,14 +116,10 @@ class StagingBuffer(Stateful[_StagedLayer]):
             return torch.full(shape, value, dtype=dtype, device=self.device)
 
         for layer in self._layers.values():
-            caches = layer.cache.key_value()
-            key, value = (
-                torch.zeros((rows, *cache.shape[2:]), dtype=layer.dtype, device=self.device) for cache in caches
-            )
+            key, value = (cache.new_zeros((rows, *cache.shape[2:])) for cache in layer.cache.key_value())
             layer.staged = key, value
         self.stage_rows = filled(-1, self.max_num_tokens, dtype=torch.int32)
         self.row_slots = filled(-1, rows, dtype=torch.int64)
-        self._other_slots = filled(-1, rows, dtype=torch.int64)  # slots of a commit that replaces them
         self.row_requests = filled(-1, rows, dtype=torch.int32)
         self.row_positions = filled(-1, rows, dtype=torch.int32)
         self.row_accepted = filled(0, rows, dtype=torch.bool)
@@ -163,8 +130,8 @@ class StagingBuffer(Stateful[_StagedLayer]):
         self._in_order = torch.arange(self.max_num_tokens, dtype=torch.int32, device=self.device)
         self._unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
         self._num_slots = min(layer.cache.num_slots for layer in self._layers.values())
-        for name, layer in self._layers.items():
-            self._try_commit(name, layer)
+        for layer in self._layers.values():
+            self._commit_layer(layer)  # no row is accepted, so nothing is written
         self._state = State.CLOSED
 
     @property
@@ -213,11 +180,11 @@ class StagingBuffer(Stateful[_StagedLayer]):
             self._check("begin", "row_positions", row_positions, self.row_positions, count)
             _fill(self.row_requests, row_requests)
             _fill(self.row_positions, row_positions)
-        self._by_request, self._destinations, self._launched = row_requests is not None, None, None
+        self._by_request, self._failed = row_requests is not None, False
         _fill(self.row_slots, row_slots)
         _fill(self.stage_rows, stage_rows)
-        # Number of the windows that have ended, plus 1: after an interrupt, it tells whether this one was counted.
-        torch.add(self.counters[_WINDOWS : _WINDOWS + 1], 1, out=self.window_id)
+        # Number of the windows that have ended, plus 1: it tells whether this one was counted.
+        torch.add(self.counters[_WINDOWS], 1, out=self.window_id)
         self._state = State.OPEN
 
     def stage(self, name: str, key: Tensor, value: Tensor, *, token_offset: int = 0) -> None:
@@ -231,30 +198,17 @@ class StagingBuffer(Stateful[_StagedLayer]):
         Raises:
             RuntimeError: no window is open.
             KeyError: the layer is not registered.
-            ValueError, TypeError: more tokens than the buffer's limit, or a ``token_offset`` outside the batch; nothing
-                is staged.
+            ValueError, TypeError: the tokens are not in the batch; nothing is staged.
             ValueError, TypeError, IndexError: as :func:`nwor_ops.stage_kv`.
         """
-        layer = self._layer(name, "stage")
-        if not isinstance(key, Tensor) or key.dim() == 0:
-            validation.tensor("stage: key", key, dims=3)
-        if type(token_offset) is not int or token_offset != 0:
-            validation.token_offset("stage", token_offset, 0, self.max_num_tokens)
-        room = self.max_num_tokens - token_offset
-        if key.shape[0] > room:
-            raise ValueError(
-                f"stage: key must have at most {room} tokens (max_num_tokens {self.max_num_tokens}, "
-                f"token_offset {token_offset}), got {key.shape[0]}"
-            )
+        layer, tokens = self._layer(name, "stage"), key.shape[0]
+        validation.token_offset("stage", token_offset, tokens, self.max_num_tokens)
         self._require_window("stage", name, key)
         assert layer.staged is not None
-        rows = self.stage_rows[token_offset : token_offset + key.shape[0]]
         staged_key, staged_value = map(static, layer.staged)
         row_windows = static(self.row_windows)[static_int(layer.index)]
-        try:
-            ops.stage_kv(key, value, rows, staged_key, staged_value, self.window_id, row_windows)
-        except Exception as error:
-            raise explained(error, validation.tensors, "stage", value=value) from None
+        rows = self.stage_rows[token_offset : token_offset + tokens]
+        ops.stage_kv(key, value, rows, staged_key, staged_value, self.window_id, row_windows)
 
     def rows(self, name: str) -> tuple[Tensor, Tensor]:
         """Return the staged rows of a layer. Rows that this window has not staged hold data of an earlier window.
@@ -285,18 +239,15 @@ class StagingBuffer(Stateful[_StagedLayer]):
                 rows of each request, if begin got ``row_requests`` and ``row_positions``.
             row_slots: int64, as at begin: replaces the destination slots; None = keep them.
 
-        If this raises, the window is still open, and the data of begin has not changed. Arguments are checked first. If
-        they are invalid, nothing has changed. The outcome of the rows is then determined once. Then the layers are
-        written one by one, with arguments that :meth:`allocate` has checked, so only the device can fail between two
-        layers. Call this again to finish: the first outcome and its slots are kept. Or call :meth:`reject`.
+        Arguments are checked first. If they are invalid, nothing has changed. After a later error, call :meth:`reject`.
 
         Raises:
-            RuntimeError: no window is open, or its reject has begun and failed.
+            RuntimeError: no window is open, or an earlier call has failed for it.
             ValueError, TypeError: an invalid shape, dtype or device.
         """
         self._require(State.OPEN, "commit")
-        if self._after_reject is not None:
-            raise RuntimeError("commit: reject() has begun for the open window; call reject() again")
+        if self._failed:
+            raise RuntimeError("commit: commit() or reject() has failed for the open window; call reject()")
         by_request = self._by_request and isinstance(accepted, Tensor) and accepted.dtype == torch.int32
         if by_request:
             validation.tensor("commit: accepted", accepted, torch.int32, dims=1, device=self.device)
@@ -306,35 +257,35 @@ class StagingBuffer(Stateful[_StagedLayer]):
             self._check("commit", "accepted", accepted, self.row_accepted)
         if row_slots is not None:
             self._check("commit", "row_slots", row_slots, self.row_slots)
-        if not self._is_outcome_known():
-            self._determine_outcome(accepted, row_slots, by_request)
-        assert self._destinations is not None
+            _fill(self.row_slots, row_slots)
+        self._failed = True  # until it has returned
+        if by_request:
+            self._accept(accepted, self.row_requests, self.row_positions)
+        else:
+            _fill(self.row_accepted, accepted)
+            self._accept(self.row_accepted)
         for layer in self._layers.values():
-            self._commit_layer(layer, self._destinations)
+            self._commit_layer(layer)
         self._state = State.CLOSED
 
     def reject(self) -> None:
-        """Close the window without writing a row to a cache. It is also for a forward that failed at any layer.
+        """Close the window without writing a row to a cache. Call it after any exception.
 
         After a :meth:`commit` that failed between two layers, the rows that it wrote stay in their caches, since the
-        overwritten rows are lost. All rows then count as rejected. To have the same rows in all layers, finish the
-        commit instead.
+        overwritten rows are lost. All rows then count as rejected.
 
         Raises:
             RuntimeError: no window is open.
         """
         self._require(State.OPEN, "reject")
-        if not self._is_outcome_known():
-            self.row_accepted.fill_(False)
-            self._accept(self.row_accepted, self.row_slots)
-        elif self._after_reject is None:  # the window is counted already
-            counts, committed = self.counters.clone(), self.row_committed.sum()
-            counts[ops.STAGE_COUNTERS.index("committed")].sub_(committed)
-            counts[ops.STAGE_COUNTERS.index("rejected")].add_(committed)
-            self._after_reject = counts
-        if self._after_reject is not None:
-            self.counters.copy_(self._after_reject)
-        self._after_reject, self._state = None, State.CLOSED
+        if self._failed and torch.equal(self.counters[_WINDOWS], self.window_id):  # the window is counted already
+            committed = self.row_committed.sum()
+            self.counters[ops.STAGE_COUNTERS.index("committed")].sub_(committed)
+            self.counters[ops.STAGE_COUNTERS.index("rejected")].add_(committed)
+        else:
+            self._failed = True
+            self._accept(self.row_accepted.fill_(False))
+        self._state = State.CLOSED
 
     def stats(self) -> StagingStats:
         """Return the totals so far. Synchronizes with the device."""
@@ -344,51 +295,19 @@ class StagingBuffer(Stateful[_StagedLayer]):
 
     # ------------------------------------------------------------ inside
 
-    def _is_outcome_known(self) -> bool:
-        """Return whether the rows of this window are counted. After an interrupt, this synchronizes with the device.
-
-        Without data nothing is counted.
-        """
-        if (
-            self._launched is not None and not has_no_data(self.counters)
-            and torch.equal(self.counters[_WINDOWS : _WINDOWS + 1], self.window_id)
-        ):  # fmt: skip
-            self._destinations = self._launched
-        self._launched = None
-        return self._destinations is not None
-
-    def _determine_outcome(self, accepted: Tensor, row_slots: Tensor | None, by_request: bool) -> None:
-        """Determine which rows are committed, and their slots. The data of begin does not change."""
-        slots = self.row_slots
-        if row_slots is not None:
-            slots = self._other_slots
-            _fill(slots, row_slots)
-        if by_request:
-            self._accept(accepted, slots, self.row_requests, self.row_positions)
-        else:
-            _fill(self.row_accepted, accepted)
-            self._accept(self.row_accepted, slots)
-
-    def _accept(self, accepted: Tensor, slots: Tensor, *of_requests: Tensor) -> None:
-        self._launched = slots
+    def _accept(self, accepted: Tensor, *of_requests: Tensor) -> None:
+        """Determine which rows are committed, and count them."""
         ops.accept_staged(
-            accepted, slots, self.window_id, self.row_windows, self._num_slots, self.row_committed, self.counters,
-            *of_requests,
+            accepted, self.row_slots, self.window_id, self.row_windows, self._num_slots, self.row_committed,
+            self.counters, *of_requests,
         )  # fmt: skip
-        self._destinations, self._launched = slots, None
 
-    def _try_commit(self, name: str, layer: _StagedLayer) -> None:
-        """Check the arguments of a commit before any window. No row is accepted, so nothing is written."""
-        try:
-            self._commit_layer(layer, self.row_slots)
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"allocate: layer {name!r} could not be committed: {error}") from error
-
-    def _commit_layer(self, layer: _StagedLayer, slots: Tensor) -> None:
+    def _commit_layer(self, layer: _StagedLayer) -> None:
         assert layer.staged is not None
-        caches = layer.cache.key_value()
-        scales = [self._unscaled if scale is None else scale for scale in (layer.k_scale, layer.v_scale)]
-        ops.commit_staged(*layer.staged, slots, self.row_committed, *caches, scales[0], scales[1], layer.kv_cache_dtype)
+        ops.commit_staged(
+            *layer.staged, self.row_slots, self.row_committed, *layer.cache.key_value(), self._unscaled, self._unscaled,
+            "auto",
+        )  # fmt: skip
 
     def _check(self, method: str, name: str, tensor: Tensor, buffer: Tensor, count: int | None = None) -> int:
         """Check a tensor for the buffer that it fills, and its length for ``count``. Return its length."""
@@ -406,26 +325,21 @@ def _fill(buffer: Tensor, values: Tensor) -> None:
     buffer[count:].fill_(False if buffer.dtype == torch.bool else -1)
 
 
-# Errors of ops and buffers for invalid arguments.
-_REFUSALS = (ValueError, TypeError, IndexError, RuntimeError)
-
-
 class KVCacheInterceptor(BoundToMemory):
     """The single call at the KV-write sites of an engine. It writes into the cache or stages, depending on the window.
 
     Args:
         buffer: the staging buffer, allocated.
         mode: ``"staging"`` or ``"direct"``. With ``"direct"``, every window is written into the caches directly and
-            keeps all its rows, as without this library.
+            keeps all its rows, as without this library: for profiling, warm-up and capture.
 
-    A window is staged if the mode says so, warm-up is over, and the buffer accepts it. Call :meth:`finish_warm_up`
-    after profiling and capture, since these runs must not open windows. If there is an error before the first layer is
-    staged (too many rows, an invalid dtype), the window is written directly, and ``refused_windows`` counts it. A later
-    error propagates, because earlier layers have staged their rows, and attention has read them. :meth:`cancel` then
-    closes the window.
+    Attributes:
+        mode: as above. A new value takes effect at the next window.
 
-    The decision is made in Python, so it suits engines whose write site runs in Python. Compiled code and CUDA graphs
-    should call :meth:`StagingBuffer.stage` directly.
+    A window that the buffer refuses at begin (too many rows, an invalid dtype) is written directly, and
+    ``refused_windows`` counts it. A later error propagates; then call :meth:`cancel`. The decision is made in Python,
+    so it suits engines whose write site runs in Python. Compiled code and CUDA graphs should call
+    :meth:`StagingBuffer.stage` directly.
 
     Example:
         >>> import torch
@@ -434,7 +348,6 @@ class KVCacheInterceptor(BoundToMemory):
         >>> buffer.register_layer("layers.0", nwor_ops.LayerCache.packed(cache))
         >>> buffer.allocate()
         >>> interceptor = nwor_ops.KVCacheInterceptor(buffer)
-        >>> interceptor.finish_warm_up()
         >>> interceptor.begin(slots)
         True
         >>> interceptor.write("layers.0", torch.ones(2, 1, 4), torch.ones(2, 1, 4), slots)
@@ -443,38 +356,20 @@ class KVCacheInterceptor(BoundToMemory):
         False
     """
 
-    _in_place_of_a_copy = "make another KVCacheInterceptor for the same buffer"
-
     def __init__(self, buffer: StagingBuffer, mode: str = "staging") -> None:
         validation.instance("KVCacheInterceptor: buffer", buffer, StagingBuffer, "a StagingBuffer")
         if buffer.state is State.REGISTERING:
             raise RuntimeError("KVCacheInterceptor: the staging buffer must be allocated first")
-        self.buffer, self.mode = buffer, mode
-        self.ready = False
-        self.reason = ""  # why the last window was not staged
-        self._staged_layers = 0
-        self._direct_windows = 0
-        self._refused_windows = 0
-
-    @property
-    def mode(self) -> str:
-        """``"staging"`` or ``"direct"``. A new value takes effect at the next window."""
-        return self._mode
-
-    @mode.setter
-    def mode(self, mode: str) -> None:
         if mode not in ("direct", "staging"):
             raise ValueError(f"KVCacheInterceptor: mode must be one of direct, staging, got {mode!r}")
-        self._mode = mode
+        self.buffer, self.mode = buffer, mode
+        self._direct_windows = 0
+        self._refused_windows = 0
 
     @property
     def staging(self) -> bool:
         """Whether the open window is staged. Attention must then read its rows from the buffer."""
         return self.buffer.state is State.OPEN
-
-    def finish_warm_up(self) -> None:
-        """Allow windows to be staged from now on."""
-        self.ready = True
 
     def begin(
         self,
@@ -493,65 +388,33 @@ class KVCacheInterceptor(BoundToMemory):
         """
         if self.staging:
             raise RuntimeError("begin: a staged window is open; commit or cancel it first")
-        self._staged_layers = 0
-        if self.mode == "direct" or not self.ready:
-            self._write_directly("the mode is direct" if self.mode == "direct" else "warm-up is not over")
-            return False
-        try:
-            self.buffer.begin(row_slots, stage_rows, row_requests, row_positions)
-        except _REFUSALS as error:
-            self._skip_staging(error)
-            return False
-        self.reason = ""
-        return True
+        if self.mode == "staging":
+            try:
+                self.buffer.begin(row_slots, stage_rows, row_requests, row_positions)
+                return True
+            except (ValueError, TypeError) as error:
+                self._refused_windows += 1
+                if self._refused_windows == 1:
+                    warnings.warn(f"nwor_ops: a window was written directly: {error}", RuntimeWarning, stacklevel=2)
+        self._direct_windows += 1
+        return False
 
-    def write(
-        self,
-        name: str,
-        key: Tensor,
-        value: Tensor,
-        slot_mapping: Tensor,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> None:
+    def write(self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Stage a layer's keys and values, or write them to the slots of ``slot_mapping``.
 
         Args:
-            name: a layer registered in the buffer, which has the format of the cache.
+            name: a layer registered in the buffer.
             key, value, slot_mapping: as in :func:`nwor_ops.write_kv`.
-            k_scale, v_scale: scales for a direct write; None = the registered ones.
 
         Raises:
-            KeyError: the layer is not registered. As any other error of the first layer, it leaves no staged window
-                open.
-            ValueError, TypeError, IndexError, RuntimeError: as :func:`nwor_ops.write_kv`; for a later layer of a staged
-                window, as :meth:`StagingBuffer.stage`.
+            KeyError: the layer is not registered.
+            ValueError, TypeError, IndexError, RuntimeError: as the op that writes or stages.
         """
         if self.staging:
-            try:
-                self.buffer.stage(name, key, value)
-            except BaseException as error:
-                if self._staged_layers > 0:
-                    raise
-                self.buffer.reject()
-                if not isinstance(error, _REFUSALS):
-                    raise
-                self._skip_staging(error)
-            else:
-                self._staged_layers += 1
-                return
-        layer, unscaled = self.buffer._layer(name, "write"), self.buffer._unscaled
-        caches = layer.cache.key_value()
-        scales = [
-            next((scale for scale in given if scale is not None), unscaled)
-            for given in ((k_scale, layer.k_scale), (v_scale, layer.v_scale))
-        ]
-        try:
-            ops.write_kv(key, value, *caches, slot_mapping, scales[0], scales[1], layer.kv_cache_dtype)
-        except Exception as error:
-            arguments = {"key": key, "value": value, "slot_mapping": slot_mapping}
-            raise explained(error, validation.tensors, "write", **arguments) from None
+            self.buffer.stage(name, key, value)
+            return
+        caches, one = self.buffer._layer(name, "write").cache.key_value(), self.buffer._unscaled
+        ops.write_kv(key, value, *caches, slot_mapping, one, one, "auto")
 
     def commit(self, accepted: Tensor, row_slots: Tensor | None = None) -> None:
         """Commit a staged window as :meth:`StagingBuffer.commit`. A direct window keeps all its rows, and this does
@@ -567,13 +430,3 @@ class KVCacheInterceptor(BoundToMemory):
     def stats(self) -> InterceptorStats:
         """Return the totals so far. Synchronizes with the device."""
         return InterceptorStats(self.buffer.stats(), self._direct_windows, self._refused_windows)
-
-    def _write_directly(self, reason: str) -> None:
-        self.reason = reason
-        self._direct_windows += 1
-
-    def _skip_staging(self, error: Exception) -> None:
-        self._write_directly(str(error))
-        self._refused_windows += 1
-        if self._refused_windows == 1:
-            warnings.warn(f"nwor_ops: a window was written directly: {error}", RuntimeWarning, stacklevel=3)

@@ -16,9 +16,9 @@ from nwor_ops.kv_cache import Plane, PlaneList
 from nwor_ops.ops.bound import bind
 from nwor_ops.torch_fixes import static, static_int
 from nwor_ops.transaction.layers import Layer, LayerClass, LayerTable
-from nwor_ops.transaction.recovery import Capacity, Redirects
-from nwor_ops.transaction.state import waits_for_checks
-from nwor_ops.transaction.window import Window, WindowBuffers
+from nwor_ops.transaction.modes import Capacity, LayerWriter
+from nwor_ops.transaction.protocol import Stateful, waits_for_checks
+from nwor_ops.transaction.window import Layout, Window, WindowBuffers
 from nwor_ops.validation import BoundToMemory
 
 
@@ -40,11 +40,11 @@ class ClassLog(NamedTuple):
     row_windows: Tensor  # int64 [layers, R]
 
     def of_layer(self, layer: Layer) -> LayerLog:
-        place = static_int(layer.index)
-        logs = tuple(static(log)[place] for log in self.logs)
+        index = static_int(layer.index)
+        logs = tuple(static(log)[index] for log in self.logs)
         writable = layer.cache.writable
         key_value = (*layer.caches(), *layer.cache.key_value(logs)) if writable else None
-        return LayerLog(logs, static(self.row_windows)[place], key_value)
+        return LayerLog(logs, static(self.row_windows)[index], key_value)
 
 
 class LayerLog(NamedTuple):
@@ -56,7 +56,7 @@ class LayerLog(NamedTuple):
 
 
 class UndoLog(BoundToMemory):
-    """See :class:`nwor_ops.transaction.recovery.Recovery`."""
+    """See :class:`nwor_ops.transaction.modes.Recovery`."""
 
     def __init__(self, layers: LayerTable, capacity: Capacity) -> None:
         self._layers, self._capacity = layers, capacity
@@ -77,150 +77,151 @@ class UndoLog(BoundToMemory):
             Launch(
                 PlaneList(caches),
                 log,
-                buffers.row_slots[self._layers.groups.index(found.of.group)],
+                buffers.row_slots[self._layers.groups.index(of_class.of.group)],
                 plane.page_offsets,
-                found.row_windows,
+                of_class.row_windows,
             )
-            for found in classes
-            for plane, caches, log in zip(found.of.planes, found.of.caches, found.logs, strict=True)
+            for of_class in classes
+            for plane, caches, log in zip(of_class.of.planes, of_class.of.caches, of_class.logs, strict=True)
         ]
-        names = [found.of.names for found in classes for _ in found.of.planes]
+        names = [of_class.of.names for of_class in classes for _ in of_class.of.planes]
         for launch, layers in zip(launches, names, strict=True):
             _try_restore(launch, buffers, layers)
         # Assigned together, so that a failed allocation can be repeated.
         self.classes, self.launches, self._buffers = classes, launches, buffers
-        self._of_layer = {
-            name: classes[layer.layer_class.number].of_layer(layer) for name, layer in self._layers.items()
-        }
 
     @property
     def log_bytes(self) -> int:
-        tensors = [tensor for found in self.classes for tensor in (*found.logs, found.row_windows)]
+        tensors = [tensor for of_class in self.classes for tensor in (*of_class.logs, of_class.row_windows)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def launches_per_window(self) -> int:
         return sum(len(layer_class.planes) for layer_class in self._layers.classes)
 
-    def check(self, window: Window) -> None:
-        """Do nothing: the undo log has no requirements beyond those of every window."""
+    def writer(self, layer: Layer, manager: Stateful[Layer], unscaled: Tensor) -> LoggedWriter:
+        row_slots = self._buffers.row_slots[self._layers.groups.index(layer.layer_class.group)]
+        return LoggedWriter(layer, manager, self._buffers, unscaled, self.classes[layer.layer_class.number], row_slots)
 
-    def redirects(self, window: Window, slot_mappings: list[Tensor]) -> Redirects:
-        return []
+    def bind_begin(self, plan: Tensor, layout: Layout, sample: Window) -> Tensor:
+        return plan  # drafts are logged when they are written
 
-    def open(self, window: Window, redirects: Redirects) -> None:
-        """Do nothing: drafts are logged when they are written."""
-
-    def write(
-        self,
-        layer: Layer,
-        log_rows: Tensor,
-        key: Tensor,
-        value: Tensor,
-        slot_mapping: Tensor,
-        k_scale: Tensor,
-        v_scale: Tensor,
-        kv_cache_dtype: str,
-    ) -> None:
-        self._check_slots("write", layer, log_rows, slot_mapping)
-        log = self.of_layer(layer)
-        assert log.key_value is not None
-        key_cache, value_cache, key_log, value_log = log.key_value
-        # By position: this runs in every layer, and torch takes 3 us longer to read the names.
-        ops.write_kv_logged(
-            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype,
-            log_rows, key_log, value_log, self._buffers.window_id, log.row_windows,
+    def bind_commit(self, begun: Tensor, sample: Window, num_rejected: Tensor) -> Tensor:
+        bound = bind(
+            "restore_slots_from_rejected", begun=begun, num_rejected=num_rejected,
+            **self._buffers.outcome_arguments(len(num_rejected)) | self._restore(self.launches[0]),
         )  # fmt: skip
+        return self._bind_restores(bound, self.launches[1:])
 
-    def log(self, layer: Layer, log_rows: Tensor, slot_mapping: Tensor) -> None:
-        self._check_slots("log", layer, log_rows, slot_mapping)
-        log = self.of_layer(layer)
-        last = len(layer.cache.planes) - 1
-        for index, plane in enumerate(layer.cache.planes):
-            # Only the last plane marks the rows, after all planes of the layer are logged.
-            marks = (self._buffers.window_id, log.row_windows) if index == last else (None, None)
-            ops.log_slots(plane.view, slot_mapping, log_rows, log.logs[index], plane.page_offsets, *marks)
+    def bind_commit_tokens(self, outcome: Tensor, sample: Window) -> Tensor:
+        return self._bind_restores(outcome, self.launches)
 
-    def _check_slots(self, method: str, layer: Layer, log_rows: Tensor, slot_mapping: Tensor) -> None:
-        """In debug mode, raise for a draft written to another slot than the window has. It would not be undone."""
-        if not waits_for_checks(slot_mapping) or slot_mapping.device != log_rows.device:
-            return
-        rows = log_rows[: slot_mapping.shape[0]]
-        tokens = (rows >= 0).nonzero().squeeze(1)
-        group = layer.layer_class.group
-        planned = self._buffers.row_slots[self._layers.groups.index(group)][rows[tokens].to(torch.int64)]
-        for token in tokens[slot_mapping[tokens] != planned].tolist():
-            raise ValueError(
-                f"{method}: slot_mapping must have the slots of the window's slot_mappings[{group!r}], got slot "
-                f"{int(slot_mapping[token])} for the draft at index {token}, which has another slot there"
-            )
-
-    def bind_open(self, window: Window, redirects: Redirects, plan: Tensor) -> Tensor:
-        return plan
-
-    def close(self, window: Window, redirects: Redirects, first: int = 0, num_drafts: int | None = None) -> None:
-        for launch in self.launches[first:]:
-            ops.restore_slots(*self._restore(launch, num_drafts).values())
-
-    def _restore(self, launch: Launch, num_drafts: int | None) -> dict[str, Any]:
-        return _restore_arguments(launch, self._buffers, num_drafts)
-
-    def _restore_from_rejected(self, window: Window, num_rejected: Tensor) -> dict[str, Any]:
-        buffers = self._buffers
-        return self._restore(self.launches[0], window.num_draft_tokens) | {
-            "num_rejected": num_rejected,
-            "draft_start_loc": buffers.draft_starts,
-            "num_accepted": buffers.num_accepted,
-            "counters": buffers.counters,
-        }
-
-    def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
-        ops.restore_slots_from_rejected(**self._restore_from_rejected(window, num_rejected))
-
-    def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor, begun: Tensor) -> Tensor:
-        bound = bind("restore_slots_from_rejected", begun=begun, **self._restore_from_rejected(window, num_rejected))
-        return self._bind_from(1, window, bound)
-
-    def bind_close_after(self, window: Window, redirects: Redirects, outcome: Tensor) -> Tensor:
-        return self._bind_from(0, window, outcome)
-
-    def _bind_from(self, first: int, window: Window, bound: Tensor) -> Tensor:
-        for launch in self.launches[first:]:
-            bound = bind("restore_slots", bound, **self._restore(launch, window.num_draft_tokens))
+    def _bind_restores(self, bound: Tensor, launches: Sequence[Launch]) -> Tensor:
+        for launch in launches:
+            bound = bind("restore_slots", bound, **self._restore(launch))
         return bound
 
-    def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
-        """Do nothing: every row is in its slot already."""
+    def _restore(self, launch: Launch) -> dict[str, Any]:
+        return _restore_arguments(launch, self._buffers.row_rejected, self._buffers.window_id)
 
-    def put_back(self, window: Window, redirects: Redirects) -> None:
-        """Do nothing: :meth:`open` did nothing."""
+    def restore(self, rejected: Tensor, window_id: Tensor) -> None:
+        """Restore the logged rows that are rejected and that the window with this number has logged."""
+        for launch in self.launches:
+            ops.restore_slots(**_restore_arguments(launch, rejected, window_id))
 
-    def refresh(self, window: Window) -> None:
+    def put_back(self, window: Window, num_requests: int) -> None:
+        """Do nothing: begin only planned."""
+
+    def refresh(self, window: Window, num_requests: int) -> None:
         """Do nothing: the rows are in their slots already."""
 
     def forget(self, states: Sequence[int] | None) -> None:
         """Do nothing: a log holds only one window."""
 
-    def of_layer(self, layer: Layer) -> LayerLog:
-        if not torch.compiler.is_compiling():
-            return self._of_layer[layer.name]
+
+class LoggedWriter(LayerWriter):
+    """Logs what the drafts' slots of a layer hold, and writes."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        manager: Stateful[Layer],
+        buffers: WindowBuffers,
+        unscaled: Tensor,
+        class_log: ClassLog,
+        row_slots: Tensor,
+    ) -> None:
+        super().__init__(layer, manager, buffers, unscaled)
+        self._class_log, self._row_slots = class_log, row_slots
+        self._eager = class_log.of_layer(layer)
+
+    def _log(self) -> LayerLog:
         # Functionalization handles many mutated inputs that share one storage badly. A traced graph therefore
         # sees the one tensor of the class and selects from it.
-        return self.classes[layer.layer_class.number].of_layer(layer)
+        return self._class_log.of_layer(self._layer) if torch.compiler.is_compiling() else self._eager
+
+    def write(
+        self,
+        key: Tensor,
+        value: Tensor,
+        slot_mapping: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+        token_offset: int = 0,
+    ) -> None:
+        if self._has_nothing_to_write("write", key):
+            return
+        log = self._log()
+        if log.key_value is None:
+            self._require_writable()
+            return
+        self._check_slots("write", token_offset, slot_mapping)
+        key_cache, value_cache, key_log, value_log = log.key_value
+        # By position: this runs in every layer, and torch takes 3 us longer to read the names.
+        ops.write_kv_logged(
+            key, value, key_cache, value_cache, slot_mapping, self._unscaled if k_scale is None else k_scale,
+            self._unscaled if v_scale is None else v_scale, kv_cache_dtype,
+            self._log_rows("write", token_offset, slot_mapping), key_log, value_log, self._buffers.window_id,
+            log.row_windows,
+        )  # fmt: skip
+
+    def log(self, slot_mapping: Tensor, token_offset: int = 0) -> None:
+        if self._has_nothing_to_write("log", slot_mapping):
+            return
+        self._check_slots("log", token_offset, slot_mapping)
+        log, log_rows = self._log(), self._log_rows("log", token_offset, slot_mapping)
+        last = len(self._layer.cache.planes) - 1
+        for index, plane in enumerate(self._layer.cache.planes):
+            # Only the last plane marks the rows, after all planes of the layer are logged.
+            marks = (self._buffers.window_id, log.row_windows) if index == last else (None, None)
+            ops.log_slots(plane.view, slot_mapping, log_rows, log.logs[index], plane.page_offsets, *marks)
+
+    def _check_slots(self, method: str, token_offset: int, slot_mapping: Tensor) -> None:
+        """In debug mode, raise for a draft written to another slot than the window has. It would not be undone."""
+        if not waits_for_checks(slot_mapping):
+            return
+        rows = self._log_rows(method, token_offset, slot_mapping)[: slot_mapping.shape[0]]
+        tokens = (rows >= 0).nonzero().squeeze(1)
+        planned = self._row_slots[rows[tokens].to(torch.int64)]
+        for token in tokens[slot_mapping[tokens] != planned].tolist():
+            raise ValueError(
+                f"{method}: slot_mapping must have the slots of the window, got slot {int(slot_mapping[token])} for "
+                f"the draft at index {token}, which has another slot there"
+            )
 
 
-def _restore_arguments(launch: Launch, buffers: WindowBuffers, num_drafts: int | None) -> dict[str, Any]:
-    """Return the arguments of restore_slots, in the order of its schema."""
+def _restore_arguments(launch: Launch, rejected: Tensor, window_id: Tensor) -> dict[str, Any]:
     caches, table = launch.planes.arguments()
     return {
         "caches": caches,
         "log": launch.log,
         "row_slots": launch.row_slots,
-        "row_rejected": buffers.row_rejected,
+        "row_rejected": rejected,
         "page_offsets": launch.page_offsets,
-        "window_id": buffers.window_id,
+        "window_id": window_id,
         "row_windows": launch.row_windows,
-        "num_rows": num_drafts,
+        "num_rows": None,
         "plane_table": table,
     }
 
@@ -228,7 +229,7 @@ def _restore_arguments(launch: Launch, buffers: WindowBuffers, num_drafts: int |
 def _try_restore(launch: Launch, buffers: WindowBuffers, names: Sequence[str]) -> None:
     """Check the arguments of a restore before any window. No row is rejected, so nothing is written."""
     try:
-        ops.restore_slots(*_restore_arguments(launch, buffers, None).values())
+        ops.restore_slots(**_restore_arguments(launch, buffers.row_rejected, buffers.window_id))
     except (ValueError, TypeError, IndexError) as error:
         raise type(error)(f"allocate: layers {', '.join(map(repr, names))} could not be restored: {error}") from error
 

@@ -16,6 +16,35 @@ from nwor_ops import ops
 from nwor_ops.validation import BoundToMemory
 
 
+class Layout(NamedTuple):
+    """What all windows of an engine share, for :meth:`nwor_ops.DraftCommitManager.bind`.
+
+    The tensors are on the manager's device. They must not move or change their length while they are bound.
+
+    Args:
+        slot_mappings: int64 ``[T]`` per group of layers: slot of each token; negative = no slot.
+        block_tables: int32 ``[>= Q, pages]`` per group of layers: the tables that attention will read. Required in mode
+            ``"stage"``, which edits them and the slot mappings in place until the window is closed. Therefore the
+            tensors of two groups must not share memory. Layers with the same slots belong to one group. The table
+            entry of a token's page must be ``slot // block_size``. This is not checked: when the window is closed,
+            the entries of redirected tokens get that value.
+        num_bonus_tokens: number of tokens per request in ``cu_num_draft_tokens`` that are not drafts. Padded requests
+            have them too. It is 1 for engines that count logits, such as vLLM's ``cu_num_logits``.
+        leading_zero: whether ``cu_num_draft_tokens`` begins with a 0 before the first request's count.
+        request_states: whether windows have ``request_states``.
+
+    Example:
+        >>> import torch
+        >>> layout = nwor_ops.Layout(slot_mappings={"default": torch.full((16,), -1)})
+    """
+
+    slot_mappings: Mapping[str, Tensor]
+    block_tables: Mapping[str, Tensor] | None = None
+    num_bonus_tokens: int = 0
+    leading_zero: bool = False
+    request_states: bool = False
+
+
 class Window(NamedTuple):
     """The draft tokens of one step, as the engine knows them. All tensors are on the manager's device.
 
@@ -23,27 +52,20 @@ class Window(NamedTuple):
         query_start_loc: int32 ``[>= Q + 1]``: index of each request's first token in the flat batch, then the end.
         cu_num_draft_tokens: int32 ``[Q]``: cumulative number of drafts, including this request. Padded requests repeat
             the last value. With ``leading_zero`` its shape is ``[Q + 1]``.
-        slot_mappings: int64 ``[T]`` per group of layers: slot of each token; negative = no slot.
+        slot_mappings: as in :class:`Layout`. None = the layout that the manager has bound.
         num_draft_tokens: number of drafts in the batch, or an upper bound. None if the host does not know it. If given,
             a window too large for the log raises before any launch. Commit then looks only at this many drafts, and
             rejected drafts beyond it stay. For a commit captured in a CUDA graph, the value must hold in every replay,
             so use None or the capacity.
-        num_bonus_tokens: number of tokens per request in ``cu_num_draft_tokens`` that are not drafts. Padded requests
-            have them too. It is 1 for engines that count logits, such as vLLM's ``cu_num_logits``.
-        leading_zero: whether ``cu_num_draft_tokens`` begins with a 0 before the first request's count.
         seq_lens: int32 ``[>= Q]``: length of each sequence including this step's tokens. Required in mode ``"stage"``.
-        block_tables: int32 ``[>= Q, pages]`` per group of layers: the tables that attention will read. Required in mode
-            ``"stage"``, which edits them and the slot mappings in place until the window is closed. Therefore the
-            tensors of two groups must not share memory. Layers with the same slots belong to one group. The table
-            entry of a token's page must be ``slot // block_size``. This is not checked: when the window is closed,
-            the entries of redirected tokens get that value.
         request_states: int32 or int64 ``[>= Q]``, or None. A stable number of each request, below ``max_num_requests``.
             It is negative for padded rows. With it, mode ``"stage"`` need not copy a page to its shadow page in every
             step. If one window has it, every window must have it, and the engine must call
             :meth:`~nwor_ops.DraftCommitManager.forget_shadow_pages` as described there.
+        num_bonus_tokens, block_tables, leading_zero: as in :class:`Layout`, for windows with ``slot_mappings``.
 
-    If you can, pass the same tensors as slot mappings and block tables in every window: persistent buffers, not new
-    views of them. Begin and commit then take the host less time.
+    Begin binds the tensors of a window that has ``slot_mappings``. If the engine's slot mappings and tables are
+    persistent buffers, bind them once instead: begin then takes the host less time.
 
     Example:
         >>> import torch
@@ -52,24 +74,17 @@ class Window(NamedTuple):
         ...     cu_num_draft_tokens=torch.tensor([2, 2], dtype=torch.int32),
         ...     slot_mappings={"default": torch.tensor([8, 9, 10, 3])},
         ... )
-        >>> window.num_requests
-        2
     """
 
     query_start_loc: Tensor
     cu_num_draft_tokens: Tensor
-    slot_mappings: Mapping[str, Tensor]
+    slot_mappings: Mapping[str, Tensor] | None = None
     num_draft_tokens: int | None = None
     num_bonus_tokens: int = 0
     seq_lens: Tensor | None = None
     block_tables: Mapping[str, Tensor] | None = None
     request_states: Tensor | None = None
     leading_zero: bool = False
-
-    @property
-    def num_requests(self) -> int:
-        """Number of requests Q, including padded ones."""
-        return self.cu_num_draft_tokens.size(0) - self.leading_zero
 
 
 def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
@@ -87,15 +102,8 @@ class WindowBuffers(BoundToMemory):
         row_rejected: bool ``[R]``: filled at commit.
         num_accepted: int32 ``[Q]``: filled at commit.
         draft_start_loc: int32 ``[Q + 1]``: first log row of each request; the rest repeats the number of drafts.
-        draft_starts_of: views of the first elements of ``draft_start_loc``, one per number of requests. A lookup costs
-            the host less than a new view in every step.
-        draft_starts: the view for the open window, which the ops take.
-        window: the open window, or the last one. The manager assigns it.
         counters: int64 ``[len(COUNTERS)]``. Its first element is also the number of the open window.
     """
-
-    __slots__ = ("window",)  # so that vars() has only the buffers
-    _in_place_of_a_copy = "make another manager"
 
     def __init__(
         self,
@@ -115,11 +123,19 @@ class WindowBuffers(BoundToMemory):
         self.row_rejected = filled(0, max_draft_tokens, dtype=torch.bool)
         self.num_accepted = filled(0, max_num_requests, dtype=torch.int32)
         self.draft_start_loc = filled(0, max_num_requests + 1, dtype=torch.int32)
-        self.draft_starts_of = [self.draft_start_loc[: requests + 1] for requests in range(max_num_requests + 1)]
-        self.window: Window | None = None
         self.counters = filled(0, len(ops.COUNTERS), dtype=torch.int64)
         self.window_id = self.counters[:1]
 
-    @property
-    def draft_starts(self) -> Tensor:
-        return self.draft_starts_of[0 if self.window is None else self.window.num_requests]
+    def plan_arguments(self) -> dict[str, Tensor]:
+        """Return the arguments of ``plan_window`` that are the same for every window."""
+        names = ("log_rows", "row_slots", "row_requests", "row_positions", "counters", "draft_start_loc")
+        return {name: getattr(self, name) for name in names}
+
+    def outcome_arguments(self, num_requests: int) -> dict[str, Tensor]:
+        """Return the arguments of the ops that determine which drafts were accepted, by name."""
+        return {
+            "draft_start_loc": self.draft_start_loc[: num_requests + 1],
+            "row_rejected": self.row_rejected,
+            "num_accepted": self.num_accepted,
+            "counters": self.counters,
+        }

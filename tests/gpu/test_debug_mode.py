@@ -20,7 +20,7 @@ from transactions import Request, make_batch
 
 from nwor_ops import DraftCommitManager, LayerCache, ops
 from nwor_ops.testing.layouts import twin
-from nwor_ops.transaction.state import State
+from nwor_ops.transaction.protocol import State
 
 
 @pytest.mark.debug_mode
@@ -43,8 +43,7 @@ def test_a_replay_is_reported_by_the_next_eager_call(device):
 @pytest.mark.debug_mode
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_a_commit_that_is_refused_after_its_launch(device, mode):
-    """The kernel finds that there are too few ids. The next commit determines the outcome again, and every draft is
-    counted once.
+    """The kernel finds that there are too few ids. Cancel undoes the window, and every draft is counted once.
 
     Outside debug mode the first commit determines the outcome: a draft without an id is rejected.
     """
@@ -65,8 +64,8 @@ def test_a_commit_that_is_refused_after_its_launch(device, mode):
     if DEBUG_MODE:
         with pytest.raises(ValueError, match=r"must not exceed the 3 entries of draft_token_ids, got 5"):
             manager.commit(ids[:3].clone(), sampled)
-        manager.commit(ids, sampled)
-        accepted = 4
+        manager.cancel()
+        accepted = 0
     else:
         manager.commit(ids[:3].clone(), sampled)
     stats = manager.stats()

@@ -15,7 +15,7 @@ from transactions import one_thread  # noqa: F401
 
 from nwor_ops import RecurrentCache, RecurrentMemory, RecurrentStates, RecurrentStats, ops
 from nwor_ops.recurrent.cursors import SkippedRequests
-from nwor_ops.transaction.state import State
+from nwor_ops.transaction.protocol import State
 
 
 def int32(*values: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ class CopiedRows:
 
     def __init__(self, manager: Any) -> None:
         self.copied = self.committed = 0
+        self._manager = manager
         self._pages = pages = manager.recovery
         self._block_sizes = {
             group: launch.planes.views[0].shape[1]
@@ -28,11 +29,11 @@ class CopiedRows:
         return {"copied": self.copied, "committed": self.committed}
 
     def _counting(self, window: Any) -> None:
-        pages, requests = self._pages, window.num_requests
+        pages, requests = self._pages, self._manager._num_requests(window)
         held = pages.held_slots.tolist()
         self._begin(window)
         states = range(requests) if window.request_states is None else window.request_states[:requests].tolist()
-        starts, draft_starts = window.query_start_loc.tolist(), pages._buffers.draft_starts.tolist()
+        starts, draft_starts = window.query_start_loc.tolist(), pages._buffers.draft_start_loc.tolist()
         tails, saved = pages.tail_pages.tolist(), pages.saved_slots.tolist()
         for group, size in self._block_sizes.items():
             for request in range(requests):

@@ -6,7 +6,7 @@ import torch
 from no_sync import guard
 from transactions import KINDS, Request, make_batch, put_rows
 
-from nwor_ops import DraftCommitManager, num_shadow_blocks
+from nwor_ops import DraftCommitManager, Layout, num_shadow_blocks
 from nwor_ops.testing.layouts import random_bytes
 from nwor_ops.testing.raw_rows import raw
 
@@ -20,7 +20,7 @@ class Engine:
     Every group has its own kind of pages. A request gets pages in any order, but no shadow pages. A step advances every
     request by its given and accepted tokens.
 
-    With `binds` all batches have their slots in the same tensors, so the manager binds its calls in the second step.
+    With `binds` all batches have their slots in the same tensors, which the manager binds.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Engine:
         self.states = torch.randperm(REQUESTS, generator=self.random).int() if with_states else None
         self.lengths = [0] * REQUESTS
         self.slots = {group: torch.full((TOKENS,), -1) for group in self.block_sizes} if binds else {}
+        self.layout = None
 
     def blocks_of(self, group):
         return next(c.planes[0].view.shape[0] for n, c in self.caches.items() if self.group_of[n] == group)
@@ -69,16 +70,27 @@ class Engine:
         batch = make_batch(requests, slots)
         for group, own in self.slots.items():
             own.fill_(-1)[: len(slots[group])] = batch.slots[group]
-            batch.slots[group] = batch.window.slot_mappings[group] = own
+            batch.slots[group] = own
         lengths = [self.lengths[q] + r.given + r.drafts for q, r in enumerate(requests)]
         bonus = self.num_bonus_tokens * torch.arange(1, len(requests) + 1, dtype=torch.int32)
         counts = batch.window.cu_num_draft_tokens + bonus
+        layout = Layout(batch.slots, self.tables, self.num_bonus_tokens, self.leading_zero, self.states is not None)
+        tensors = ({"slot_mappings": None} if self.slots else layout._asdict()) | {"request_states": self.states}
         batch.window = batch.window._replace(
             cu_num_draft_tokens=torch.nn.functional.pad(counts, (1, 0)) if self.leading_zero else counts,
-            num_bonus_tokens=self.num_bonus_tokens, leading_zero=self.leading_zero,
-            seq_lens=torch.tensor(lengths, dtype=torch.int32), block_tables=self.tables, request_states=self.states,
+            seq_lens=torch.tensor(lengths, dtype=torch.int32), **tensors,
         )  # fmt: skip
+        if self.slots and self._is_new(layout):
+            self.manager.bind(layout)
         return batch
+
+    def _is_new(self, layout):
+        """Whether the layout has other tensors than the last one."""
+        last, self.layout = self.layout, layout
+        if last is None or last[2:] != layout[2:]:
+            return True
+        pairs = [(old[group], new[group]) for old, new in zip(last[:2], layout[:2], strict=True) for group in new]
+        return any(old is not new for old, new in pairs)
 
     def reorder(self, order):
         """Move every request and its data to another row of the batch."""

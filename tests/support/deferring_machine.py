@@ -85,12 +85,12 @@ class DeferringEngine(Counted):
     def end_open(self, fault: int, undo: bool) -> None:
         """A call that fails is repeated."""
         for at in (fault, 99):
-            with fail_at(at):
-                try:
+            try:
+                with fail_at(at):
                     (self.manager.cancel if undo else self.manager.abandon)()
-                    break
-                except Lost:
-                    assert self.manager.state is State.OPEN
+                break
+            except Lost:
+                assert self.manager.state is State.OPEN
         window, self.open = self.open, None
         self.end(window, "cancelled" if undo else "abandoned")
 
@@ -119,13 +119,13 @@ class DeferringEngine(Counted):
         """A settle that fails is repeated, or the window is cancelled. Another call that fails is repeated."""
         window = data.draw(st.sampled_from(self.deferred))
         for at in (fault, 99):
-            with fail_at(at):
-                try:
+            try:
+                with fail_at(at):
                     arguments = (window.batch.num_rejected,) if end == "settle" else ()
                     getattr(self.manager, end)(window.deferred, *arguments)
-                    break
-                except Lost:
-                    end = data.draw(st.sampled_from(["settle", "cancel_deferred"])) if end == "settle" else end
+                break
+            except Lost:
+                end = data.draw(st.sampled_from(["settle", "cancel_deferred"])) if end == "settle" else end
         self.deferred.remove(window)
         self.end(window, {"settle": "", "cancel_deferred": "cancelled", "forget": "abandoned"}[end])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,11 +15,8 @@ import nwor_ops
 import nwor_ops.transaction.manager
 from nwor_ops import ops
 
-LAUNCHES = (
-    "plan_window", "open_window", "reject_rows", "reject_rows_from_rejected", "restore_slots",
-    "restore_slots_from_rejected", "close_window", "close_window_from_rejected",
-)  # fmt: skip
-BOUND = ("begin_bound", "commit_bound", "commit_tokens_bound")  # all launches of a begin or a commit
+LAUNCHES = ("plan_window", "reject_rows_from_rejected", "restore_slots", "accept_staged", "commit_staged")
+BOUND = ("begin_bound", "begin_redirected_bound", "commit_bound", "commit_tokens_bound")  # all launches of a call
 
 
 class Lost(Exception):
@@ -28,54 +24,50 @@ class Lost(Exception):
 
 
 @contextmanager
-def _launches(replaced: Callable) -> Iterator[None]:
-    """Replace each function that launches, by what `replaced` makes of it."""
+def failing(when: str, error: type[BaseException] = Lost) -> Iterator[None]:
+    """Raise "before" or "after" each bound call of a manager. Any other word: do not raise."""
+
+    def broken(call: Callable) -> Callable:
+        def run(*arguments: object) -> None:
+            if when == "before":
+                raise error
+            call(*arguments)
+            if when == "after":
+                raise error
+
+        return run
+
+    manager = nwor_ops.transaction.manager
     with pytest.MonkeyPatch().context() as patched:
-        for module, names in ((ops, LAUNCHES), (nwor_ops.transaction.manager, BOUND)):
-            for name in names:
-                patched.setattr(module, name, replaced(getattr(module, name)))
+        for name in BOUND:
+            patched.setattr(manager, name, broken(getattr(manager, name)))
         yield
 
 
 @contextmanager
-def fail_at(launch: int, lasting: bool = False) -> Iterator[list[int]]:
-    """Make the launch of a manager with this number fail, counted from 0. If `lasting`, all later launches fail too.
+def fail_at(launch: int) -> Iterator[None]:
+    """Make the launch with this number, counted from 0, and all later ones fail: those that are not bound."""
+    made = 0
 
-    Yields a list with the number of launches made.
-    """
-    made, failed = [0], [False]
-
-    def failing(op):
-        def run(*arguments, **named):
-            if made[0] == launch and (lasting or not failed[0]):
-                failed[0] = True
+    def broken(op: Callable) -> Callable:
+        def run(*arguments: object, **named: object) -> None:
+            nonlocal made
+            if made >= launch:
                 raise Lost
             op(*arguments, **named)
-            made[0] += 1
+            made += 1
 
         return run
 
-    with _launches(failing):
-        yield made
-
-
-@contextmanager
-def raising_after_launch(error: type[Exception]) -> Iterator[None]:
-    """Make the launches, and raise after each of them."""
-
-    def raising(op):
-        def run(*arguments, **named):
-            op(*arguments, **named)
-            raise error(f"{op.__name__}: found after the launch")
-
-        return run
-
-    with _launches(raising):
+    with pytest.MonkeyPatch().context() as patched:
+        for name in LAUNCHES:
+            patched.setattr(ops, name, broken(getattr(ops, name)))
         yield
 
 
-FOLDERS = ("transaction", "ops", "recurrent")
-OURS = tuple(os.path.join(os.path.dirname(nwor_ops.__file__), folder, "") for folder in FOLDERS)
+OURS = tuple(
+    os.path.join(os.path.dirname(nwor_ops.__file__), folder, "") for folder in ("transaction", "ops", "recurrent")
+)
 
 
 class Interrupts:
@@ -109,13 +101,3 @@ class Interrupts:
             if self.left < 0:
                 raise KeyboardInterrupt
         return self._line
-
-
-def every_interrupt() -> Iterator[Interrupts]:
-    """Yield an interrupt for each place of a call, until one was not reached."""
-    for place in itertools.count():
-        interrupt = Interrupts(place)
-        yield interrupt
-        if not interrupt.raised:
-            assert place > 5
-            return

@@ -4,8 +4,8 @@ The model is one dictionary per layer, from slot to bytes.
 
 Requests arrive, prefill in chunks, decode with and without drafts, and grow over block boundaries. They finish, and
 others reuse their blocks. Windows end in every way and at every point: after all layers wrote, after some (the forward
-raised), after none. Any launch of begin, commit, cancel and abandon may fail. Then any of the last three may follow,
-and may fail again.
+raised), after none. Begin, commit, cancel and abandon may raise before or after their launches, also
+KeyboardInterrupt. Then cancel or abandon follows, and may raise again.
 
 Whenever no window is open, the caches equal the model byte for byte, with sentinels everywhere else, and the counters
 are consistent.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from faults import Lost, fail_at
+from faults import Lost, failing
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -25,7 +25,7 @@ from state_machines import Counted
 from transactions import Batch, Transactions, make_batch, put_rows
 from transactions import Request as Part
 
-from nwor_ops import ops
+from nwor_ops import Layout, ops
 from nwor_ops.transaction.manager import State
 
 PlaneOf = tuple[str, int]  # a layer and the index of one of its planes
@@ -47,13 +47,12 @@ class OpenWindow:
     batch: Batch
     parts: list[tuple[Request, Part]]
     written: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # per layer, the rows
-    outcome_known: bool = False
-    ending: str = ""  # cancel or abandon, after it has begun
-    # Tokens that launches have changed in each plane: undone in cow, copied to their slots in stage.
-    moved: dict[PlaneOf, set[int]] = field(default_factory=dict)
+    failed: str = ""  # the call that has raised
+    moved: set[int] = field(default_factory=set)  # tokens that it undid in cow, or copied to their slots in stage
 
 
-FAULTS = st.sampled_from([99, 99, 99, 0, 1, 2, 3, 4, 5])
+ERRORS = [(when, error) for when in ("before", "after") for error in (Lost, KeyboardInterrupt)]
+FAULTS = st.sampled_from([("", Lost)] * 4 + ERRORS)
 
 
 class Engine(Counted):
@@ -62,7 +61,7 @@ class Engine(Counted):
 
     @initialize(binds=st.booleans())
     def start(self, binds: bool) -> None:
-        """With `binds` all windows have the same slot mappings and tables, so the manager binds its calls."""
+        """With `binds` all windows have the same slot mappings and tables, which are bound once."""
         self.transactions = Transactions(
             self.layer_kinds, max_draft_tokens=MAX_LOG_ROWS, max_num_tokens=64, mode=self.mode,
             max_drafts_per_request=MAX_DRAFTS, device=self.device,
@@ -78,12 +77,6 @@ class Engine(Counted):
         self.model: dict[PlaneOf, dict[int, torch.Tensor]] = {
             (name, number): {} for name, cache in self.caches.items() for number in range(len(cache.planes))
         }
-        of_view = {
-            id(plane.view): (name, n) for name, cache in self.caches.items() for n, plane in enumerate(cache.planes)
-        }
-        launches = self.manager.recovery.launches
-        self.launches = [[of_view[id(view)] for view in launch.planes.views] for launch in launches]
-        assert len(self.launches) > len(self.layer_kinds) - 1
         self.requests: list[Request] = []
         self.window: OpenWindow | None = None
         self.slots: dict[str, torch.Tensor] = {}
@@ -93,6 +86,7 @@ class Engine(Counted):
             for group, size in self.block_size.items():
                 self.slots[group] = torch.full((tokens,), -1, device=self.device)
                 self.tables[group] = torch.zeros(rows, tokens // size + 2, dtype=torch.int32, device=self.device)
+            self.manager.bind(Layout(self.slots, self.tables))
         self.counts = dict.fromkeys([*ops.COUNTERS, "cancelled", "abandoned"], 0)
 
     def fill_with_sentinel(self, tensors) -> None:
@@ -142,7 +136,7 @@ class Engine(Counted):
     @rule(
         data=st.data(), known=st.booleans(), padded_requests=st.integers(0, 2), padding=st.integers(0, 3), fault=FAULTS
     )
-    def begin(self, data: st.DataObject, known: bool, padded_requests: int, padding: int, fault: int) -> None:
+    def begin(self, data: st.DataObject, known: bool, padded_requests: int, padding: int, fault: tuple) -> None:
         parts = []
         for request in self.requests:
             if not data.draw(st.booleans() if len(self.requests) > 2 else st.just(True), "scheduled"):
@@ -168,12 +162,13 @@ class Engine(Counted):
             batch.slots[group] = batch.window.slot_mappings[group] = own.copy_(torch.tensor(slots[group]))
         batch.window = self.with_tables(batch.window, parts, padded_requests)
         tables = {group: table.clone() for group, table in batch.window.block_tables.items()}
-        with fail_at(fault) as made:
-            try:
-                self.manager.begin(batch.window)
-            except Lost:
-                self.not_begun(batch, slots, tables, planned=made[0] > 0)
-                return
+        window = batch.window._replace(slot_mappings=None) if self.slots else batch.window
+        try:
+            with failing(*fault):
+                self.manager.begin(window)
+        except fault[1]:
+            self.not_begun(batch, slots, tables, planned=fault[0] == "after")
+            return
         self.window = OpenWindow(batch, parts)
         self.counts["windows"] += 1
         self.counts["drafted"] += len(batch.drafted)
@@ -194,12 +189,15 @@ class Engine(Counted):
         return window._replace(seq_lens=seq_lens, block_tables=self.tables or tables)
 
     def not_begun(self, batch: Batch, slots, tables, planned: bool) -> None:
-        """A launch of begin failed. Slots and tables are unchanged, and a window that was planned is cancelled."""
-        assert {group: own.tolist() for group, own in batch.slots.items()} == slots
-        assert all(torch.equal(batch.window.block_tables[group], table) for group, table in tables.items())
-        if planned:
-            for name, count in (("windows", 1), ("cancelled", 1), ("drafted", None), ("rejected", None)):
-                self.counts[name] += len(batch.drafted) if count is None else count
+        """Begin raised. Slots and tables are unchanged, and a window that was planned with drafts is cancelled."""
+        self.manager.cancel()
+        for group, own in batch.slots.items():
+            assert own.tolist() == slots[group]
+            assert torch.equal(batch.window.block_tables[group], tables[group])
+        self.counts["windows"] += planned
+        self.counts["cancelled"] += planned and len(batch.drafted) > 0
+        for name in ("drafted", "rejected"):
+            self.counts[name] += planned * len(batch.drafted)
 
     def refused(self, parts: list[tuple[Request, Part]]) -> None:
         """There are more drafts than rows: no window, nothing changed. On the CPU the host need not know the number."""
@@ -208,12 +206,12 @@ class Engine(Counted):
         known = self.device != "cpu"
         batch = make_batch([part for _, part in parts], slots, num_draft_tokens_known=known).on(self.device)
         batch.window = self.with_tables(batch.window, parts, 0)
-        with pytest.raises(ValueError, match=rf"begin: window must have at most {MAX_LOG_ROWS} drafts"):
+        with pytest.raises(ValueError, match=r"must have 0 to 10 drafts|must have a row for each draft"):
             self.manager.begin(batch.window)
 
     def forward_goes_on(self) -> bool:
         window = self.window
-        return window is not None and len(window.written) < len(self.caches) and not window.ending
+        return window is not None and len(window.written) < len(self.caches) and not window.failed
 
     @precondition(forward_goes_on)
     @rule(num_layers=st.sampled_from([99, 99, 99, 1, 4]), cut=st.integers(0, 12))
@@ -239,68 +237,72 @@ class Engine(Counted):
     def forward_is_done(self) -> bool:
         return self.opened() and len(self.window.written) == len(self.caches)
 
-    def ends(self, end: str, arguments: tuple, fault: int, separate_launch: bool, made_of_tokens: set[int]) -> bool:
-        """Call a method that ends a window; a launch may fail. Return whether the window is closed."""
-        window = self.window
-        with fail_at(fault) as made:
-            try:
+    def ends(self, end: str, arguments: tuple, fault: tuple, moved: set[int]) -> bool:
+        """Call a method that ends a window, and that may raise. Return whether the window is closed."""
+        try:
+            with failing(*fault):
                 getattr(self.manager, end)(*arguments)
-                return True
-            except Lost:
-                assert self.manager.state is State.OPEN
-        determining = separate_launch and not window.outcome_known
-        for planes in self.launches[: max(0, made[0] - determining)]:
-            for plane in planes:
-                window.moved.setdefault(plane, set()).update(made_of_tokens)
-        if end in ("cancel", "abandon"):
-            window.ending = end
-        else:
-            window.outcome_known |= made[0] > 0
+            return True
+        except fault[1]:
+            assert self.manager.state is State.OPEN
+        self.window.failed = end
+        if fault[0] == "after":
+            self.window.moved |= moved
         return False
 
     def may_commit(self) -> bool:
-        return self.forward_is_done() and not self.window.ending
+        return self.forward_is_done() and not self.window.failed
 
     @precondition(may_commit)
     @rule(fault=FAULTS, by_tokens=st.booleans())
-    def commit(self, fault: int, by_tokens: bool) -> None:
+    def commit(self, fault: tuple, by_tokens: bool) -> None:
         batch = self.window.batch
-        end = "commit" if by_tokens else "commit_rejected"
-        arguments = (batch.draft_token_ids, batch.sampled_token_ids) if by_tokens else (batch.num_rejected,)
-        # The op that determines the outcome has a separate launch if nothing else is launched.
-        separate = by_tokens or batch.window.num_draft_tokens == 0
         kept = set(range(batch.num_tokens)) - set(batch.rejected)
         moved = kept if self.mode == "stage" else set(batch.rejected)
-        if not self.ends(end, arguments, fault, separate, moved):
+        if not self.ends(*self.commit_call(by_tokens), fault, moved):
             return
         self.counts["accepted"] += len(batch.drafted) - len(batch.rejected)
         self.counts["rejected"] += len(batch.rejected)
         self.advance()
         self.close(kept=kept)
 
-    @precondition(lambda self: self.opened() and self.window.ending)
+    def commit_call(self, by_tokens: bool) -> tuple[str, tuple]:
+        batch = self.window.batch
+        if by_tokens:
+            return "commit", (batch.draft_token_ids, batch.sampled_token_ids)
+        return "commit_rejected", (batch.num_rejected,)
+
+    @precondition(lambda self: self.opened() and self.window.failed)
     @rule(by_tokens=st.booleans())
     def commit_too_late(self, by_tokens: bool) -> None:
-        batch = self.window.batch
-        end = "commit" if by_tokens else "commit_rejected"
-        arguments = (batch.draft_token_ids, batch.sampled_token_ids) if by_tokens else (batch.num_rejected,)
-        with pytest.raises(RuntimeError, match=rf"^{end}: .*{self.window.ending}\(\) has begun"):
+        end, arguments = self.commit_call(by_tokens)
+        with pytest.raises(RuntimeError, match=rf"^{end}: {self.window.failed}\(\) has failed for the open window"):
             getattr(self.manager, end)(*arguments)
+
+    @precondition(lambda self: self.forward_is_done() and not self.window.failed)
+    @rule(by_tokens=st.booleans())
+    def refused_commit(self, by_tokens: bool) -> None:
+        """Arguments of another dtype change nothing, but the window can only be cancelled or abandoned."""
+        end, arguments = self.commit_call(by_tokens)
+        with pytest.raises(TypeError, match="must have dtype"):
+            getattr(self.manager, end)(*(tensor.double() for tensor in arguments))
+        self.window.failed = end
 
     @precondition(lambda self: self.opened())
     @rule(undo=st.sampled_from([True, True, False]), fault=FAULTS)
-    def stop(self, undo: bool, fault: int) -> None:
+    def stop(self, undo: bool, fault: tuple) -> None:
         """The forward or a later step raised: before, between or after the layers."""
         batch = self.window.batch
         every, given = set(range(batch.num_tokens)), set(range(batch.num_tokens)) - set(batch.drafted)
+        stage = self.mode == "stage"
         if undo:
-            if not self.ends("cancel", (), fault, False, given if self.mode == "stage" else set(batch.drafted)):
+            if not self.ends("cancel", (), fault, given if stage else set(batch.drafted)):
                 return
             self.counts["rejected"] += len(batch.drafted)
             self.counts["cancelled"] += 1
             self.close(kept=given)  # the requests stay where they were
             return
-        if not self.ends("abandon", (), fault, False, every if self.mode == "stage" else set()):
+        if not self.ends("abandon", (), fault, every):  # it has no launch in cow
             return
         self.counts["abandoned"] += 1
         if self.forward_is_done():
@@ -313,15 +315,11 @@ class Engine(Counted):
             request.waiting = request.waiting - part.given or 1  # the token just sampled
 
     def close(self, kept: set[int]) -> None:
-        """Add the kept tokens to the model.
-
-        In planes where an earlier attempt copied tokens, these are added too. Tokens that it undid are removed.
-        """
+        """Add the kept tokens to the model, and those that an earlier attempt copied. Remove those that it undid."""
         window = self.window
+        stay = kept | window.moved if self.mode == "stage" else kept - window.moved
         for name, number in self.model:
             slots = window.batch.slots[self.transactions.group_of[name]].tolist()
-            moved = window.moved.get((name, number), set())
-            stay = kept | moved if self.mode == "stage" else kept - moved
             if name not in window.written:
                 if self.mode == "stage":  # its shadow pages held stale rows
                     self.adopt(name, number, [slots[token] for token in stay if slots[token] >= 0])

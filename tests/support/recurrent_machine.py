@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from recurrent_states import Decoding
 from state_machines import Counted
 
-from nwor_ops.transaction.state import State
+from nwor_ops.transaction.protocol import State
 
 LAYER_KINDS = ("gdn", "small state", "kda")  # three launches a fold
 RING_KINDS = ("gdn", "kda")  # float32: a ring rounds a bfloat16 state less often

@@ -42,7 +42,7 @@ def whole_rows(key_cache: Tensor, value_cache: Tensor) -> Tensor:
 def packed(layout: str, shape: Shape, dtype: torch.dtype, seed: int) -> list[LayerCache]:
     pages = make_pages(layout, shape, dtype, seed=seed)
     planes = map(whole_rows, pages.key_caches, pages.value_caches)
-    return [LayerCache.packed(plane, shape.key_width) for plane in planes]
+    return [LayerCache.packed(plane) for plane in planes]
 
 
 def split(layout: str, shape: Shape, dtype: torch.dtype, seed: int) -> list[LayerCache]:
@@ -68,7 +68,7 @@ def latent(layout: str, shape: Shape, dtype: torch.dtype, seed: int) -> list[Lay
 # name: (group, constructor, layout, shape, dtype). Layers of a group share a block size.
 KINDS = {
     "packed": ("full", packed, "packed", Shape(16, 4, 2, 8, 8, 2), torch.bfloat16),
-    "packed_hnd": ("full", packed, "packed_hnd", Shape(16, 4, 3, 8, 4), torch.float16),
+    "packed_hnd": ("full", packed, "packed_hnd", Shape(16, 4, 3, 8, 8), torch.float16),
     "one_backing": ("full", packed, "one_backing", Shape(16, 4, 4, 8, 8, 3), torch.bfloat16),
     "split": ("sliding", split, "nhd", Shape(8, 8, 2, 8, 12, 2), torch.float32),
     "vec": ("sliding", split, "vec", Shape(8, 8, 1, 4, 4), torch.float16),
@@ -152,10 +152,7 @@ def on_device(caches: list[LayerCache], device: str) -> list[LayerCache]:
     if device == "cpu":
         return caches
     copies = twin([[plane.view for plane in cache.planes] for cache in caches], device)
-    return [
-        LayerCache(tuple(map(Plane, views)), cache.key_size, cache.writable)
-        for cache, views in zip(caches, copies, strict=True)
-    ]
+    return [LayerCache(tuple(map(Plane, views)), cache.writable) for cache, views in zip(caches, copies, strict=True)]
 
 
 def distinct_slots(groups: Iterable[str], count: int, padding: int = 0, seed: int = 0) -> dict[str, list[int]]:

@@ -12,24 +12,8 @@ from tensors import int32, numbers
 from transactions import KINDS, Request, make_batch, one_thread, put_rows  # noqa: F401
 
 import nwor_ops
-import nwor_ops.transaction.manager
-from nwor_ops import DraftCommitManager, LayerCache, Plane, num_shadow_blocks
-from nwor_ops.ops import COUNTERS
+from nwor_ops import DraftCommitManager, LayerCache, Layout, Plane, num_shadow_blocks
 from nwor_ops.testing.layouts import make_amx_pages
-
-
-@pytest.mark.parametrize("with_states", [False, True])
-@pytest.mark.parametrize("end", ["commit", "commit_rejected", "cancel"])
-@pytest.mark.parametrize("kinds", [*((kind,) for kind in ALL), ALL], ids="+".join)
-def test_both_modes_leave_the_same_pages(kinds, end, with_states):
-    stage, cow = Engine(kinds, "stage", with_states), Engine(kinds, "cow", with_states)
-    for requests in STEPS:
-        stage.step(requests, end)
-        cow.step(requests, end)
-        stage.assert_pages(cow)
-        assert stage.manager.buffers.num_accepted.tolist() == cow.manager.buffers.num_accepted.tolist()
-    assert stage.manager.stats() == cow.manager.stats()
-    assert stage.manager.stats().rejected > 0
 
 
 @pytest.mark.parametrize("with_states", [False, True])
@@ -42,17 +26,6 @@ def test_requests_change_rows(with_states):
             engine.reorder(order)
             engine.step([Request(1, 3, 1)] * REQUESTS)
         stage.assert_pages(cow)
-
-
-@pytest.mark.parametrize("mode", ["stage", "cow"])
-def test_counts_of_logits(mode):
-    """num_bonus_tokens and leading_zero, as in vLLM's cu_num_logits, give the same as counts of drafts."""
-    stage, cow = Engine(mode=mode, num_bonus_tokens=1, leading_zero=True), Engine(mode="cow")
-    for requests in STEPS:
-        for engine in (stage, cow):
-            engine.step(requests)
-        stage.assert_pages(cow)
-    assert stage.manager.stats() == cow.manager.stats()
 
 
 def test_write_takes_format_and_scales():
@@ -81,17 +54,6 @@ def test_write_takes_format_and_scales():
     assert torch.equal(*pages)
 
 
-@pytest.mark.parametrize("with_states", [False, True])
-def test_abandon_keeps_every_row(with_states):
-    """As without the library: the same as a cow window that is abandoned."""
-    stage, cow = Engine(mode="stage", with_states=with_states), Engine(mode="cow", with_states=with_states)
-    for requests in STEPS:
-        for engine in (stage, cow):
-            engine.step(requests, "abandon")
-        stage.assert_pages(cow)
-    assert stage.manager.stats().abandoned == len(STEPS)
-
-
 @given(st.data())
 def test_any_steps(data):
     kinds = data.draw(st.lists(st.sampled_from(ALL), min_size=1, max_size=3, unique=True))
@@ -106,121 +68,26 @@ def test_any_steps(data):
         for engine in (stage, cow):
             engine.step(requests, end)
         stage.assert_pages(cow)
+        assert stage.manager.buffers.num_accepted.tolist() == cow.manager.buffers.num_accepted.tolist()
+    assert stage.manager.stats() == cow.manager.stats()
 
 
-def test_a_forward_that_stopped_early_is_cancelled():
-    """Layers that were not reached have no rows to lose. Tables and pages are as before."""
-    engine, untouched = Engine(), Engine()
-    for one in (engine, untouched):
-        one.step(STEPS[0])
-    before = {group: table.clone() for group, table in engine.tables.items()}
-    batch = engine.batch((Request(0, 4),) * REQUESTS)
-    slots = {group: s.clone() for group, s in batch.slots.items()}
-    engine.manager.begin(batch.window)
-    engine.forward(batch, layers=list(engine.caches)[:3])
-    engine.manager.cancel()
-    engine.assert_pages(untouched)
-    assert all(torch.equal(engine.tables[group], before[group]) for group in before)
-    assert all(torch.equal(batch.slots[group], slots[group]) for group in slots)
-    assert engine.manager.stats().rejected == REQUESTS * DRAFTS
-
-
+@pytest.mark.parametrize("binds", [False, True])
 @pytest.mark.parametrize("with_states", [False, True])
-def test_a_step_that_stopped_early_is_repeated(with_states):
-    """With given tokens, the layers that were reached are as in cow.
-
-    The other layers differ at the slots of these tokens, which are not read. After the same step again, the pages are
-    the same everywhere.
-    """
-    stage, cow = Engine(mode="stage", with_states=with_states), Engine(mode="cow", with_states=with_states)
-    reached = list(stage.caches)[:3]
-    for requests in STEPS[:2]:
-        for one in (stage, cow):
-            one.step(requests)
-    for one in (stage, cow):
-        batch = one.batch(STEPS[2])
-        one.manager.begin(batch.window)
-        one.forward(batch, layers=reached)
-        one.manager.cancel()
-    given = set(range(batch.num_tokens)) - set(batch.drafted)
-    stage.assert_pages(cow, reached)
-    for name in set(stage.caches) - set(reached):
-        slots = {int(batch.slots[stage.group_of[name]][token]) for token in given}
-        for plane, other in zip(stage.caches[name].planes, cow.caches[name].planes, strict=True):
-            if plane.page_offsets is None:
-                assert stage.slots_that_differ(plane.view, other.view) <= slots
-    for requests in STEPS[2:]:
-        for one in (stage, cow):
-            one.step(requests)
-        stage.assert_pages(cow)
-
-
-@pytest.mark.parametrize("end", ["commit", "commit_rejected"])
-def test_a_commit_that_fails_can_be_cancelled(monkeypatch, end):
-    engine = Engine(("packed", "one_backing"))  # two launches: the first determines the outcome, the second fails
-    engine.step(STEPS[0])
-    batch = engine.batch(STEPS[1])
-    engine.manager.begin(batch.window)
-    engine.forward(batch)
-    real = nwor_ops.transaction.manager.ops.close_window
-    monkeypatch.setattr(
-        nwor_ops.transaction.shadow_pages.ops,
-        "close_window",
-        lambda *_, **__: (_ for _ in ()).throw(RuntimeError("lost")),
-    )
-    outcome = (batch.draft_token_ids, batch.sampled_token_ids) if end == "commit" else (batch.num_rejected,)
-    with pytest.raises(RuntimeError, match="lost"):
-        getattr(engine.manager, end)(*outcome)
-    monkeypatch.setattr(nwor_ops.transaction.shadow_pages.ops, "close_window", real)
-    engine.manager.cancel()
-    stats = engine.manager.stats()
-    assert (stats.accepted, stats.rejected, stats.cancelled) == (0, stats.drafted, 1)
-
-
-def test_a_window_that_cannot_be_opened_changes_nothing():
-    engine, untouched = Engine(), Engine()
-    for one in (engine, untouched):
-        one.step(STEPS[0])
-    batch = engine.batch(STEPS[1])
-    wrong = batch.window._replace(seq_lens=batch.window.seq_lens + 1)
-    with pytest.raises(ValueError, match=r"^open_window: row_slots must have the offset in its page"):
-        engine.manager.begin(wrong)
-    engine.assert_pages(untouched)
-    stats = engine.manager.stats()
-    assert (stats.drafted, stats.rejected, stats.cancelled) == (9, 9, 1)
-    for one in (engine, untouched):
-        one.step(STEPS[1])
-    engine.assert_pages(untouched)
-
-
-NARROW = {
-    "a table without a column for a page": (
-        lambda table: table[:, :1],
-        IndexError,
-        "open_window: block_tables must have a column",
-    ),
-    "another dtype": (
-        lambda table: table.long(),
-        TypeError,
-        r"begin: window.block_tables\['mla'\] must have dtype torch.int32",
-    ),
-}
-
-
-@pytest.mark.parametrize("with_states", [False, True])
-@pytest.mark.parametrize("case", NARROW)
-def test_a_window_that_cannot_be_opened_in_the_last_group_changes_nothing(case, with_states):
-    """The launches of the earlier groups have redirected slots and tables by then."""
-    narrow, error, sentence = NARROW[case]
-    engine, untouched = (Engine(with_states=with_states) for _ in range(2))
+def test_refused_last_group_changes_nothing(with_states, binds):
+    """Its table has no column for a page. The launches of the earlier groups have redirected slots and tables by
+    then."""
+    engine, untouched = (Engine(with_states=with_states, binds=binds) for _ in range(2))
     for requests in STEPS[:2]:
         for one in (engine, untouched):
             one.step(requests)
     batch, last = engine.batch(STEPS[2]), list(engine.tables)[-1]
     slots, tables = batch_copies(engine, batch)
-    refused = engine.tables | {last: narrow(engine.tables[last])}
-    with pytest.raises(error, match=f"^{sentence}"):
-        engine.manager.begin(batch.window._replace(block_tables=refused))
+    narrow, window = engine.tables | {last: engine.tables[last][:, :1]}, batch.window._replace(slot_mappings=None)
+    engine.manager.bind(Layout(batch.slots, narrow, request_states=with_states))
+    with pytest.raises(IndexError, match=r"^open_window: block_tables must have a column"):
+        engine.manager.begin(window)
+    engine.layout = None  # to bind again
     require_unchanged(engine, untouched, batch, slots, tables)
 
 
@@ -331,16 +198,7 @@ def test_when_shadow_pages_are_forgotten_or_refreshed():
         engine.manager.forget_shadow_pages()
 
 
-def test_required_window_fields():
-    engine = Engine()
-    window = engine.batch(STEPS[0]).window
-    for lacking in (("seq_lens",), ("block_tables",), ("seq_lens", "block_tables")):
-        message = f'window must have seq_lens and block_tables in mode "stage", got no {" and no ".join(lacking)}$'
-        with pytest.raises(ValueError, match=message):
-            engine.manager.begin(window._replace(**dict.fromkeys(lacking)))
-    with pytest.raises(ValueError, match=r"a table for each group, got none for \['mla'\]"):
-        engine.manager.begin(window._replace(block_tables={k: v for k, v in engine.tables.items() if k != "mla"}))
-    assert engine.manager.stats().windows == 0
+def test_options_of_the_mode():
     limits = {"max_num_tokens": 4, "max_num_requests": 4, "max_draft_tokens": 4, "device": "cpu"}
     for options, sentence in (
         ({"mode": "shadow"}, "mode must be one of cow, stage, got 'shadow'"),
@@ -361,13 +219,13 @@ def test_groups_with_one_slot_mapping_or_table_are_refused(field, binds):
         one.step(STEPS[1])
     batch = engine.batch(STEPS[2])
     slots, tables = batch_copies(engine, batch)
-    own = getattr(batch.window, field)
-    for shared in (own["full"], own["full"].view_as(own["full"]), own["full"][..., 1:]):
-        refused = batch.window._replace(**{field: own | {"mla": shared}})
+    layout = Layout(batch.slots, engine.tables)
+    own = getattr(layout, field)
+    for shared in (own["full"], own["full"].view_as(own["full"])):
         with pytest.raises(
-            ValueError, match=f"^begin: window.{field} of groups 'full' and 'mla' must not share memory in mode"
+            ValueError, match=f"^bind: {field} of groups 'full' and 'mla' must not share memory in mode"
         ):
-            engine.manager.begin(refused)
+            engine.manager.bind(layout._replace(**{field: own | {"mla": shared}}))
     require_unchanged(engine, untouched, batch, slots, tables)
     assert engine.manager.stats() == untouched.manager.stats()
 
@@ -386,17 +244,6 @@ def test_slot_mappings_and_tables_of_groups_may_be_interleaved(binds):
         for one in (engine, other):
             one.step(requests)
         engine.assert_pages(other)
-
-
-def test_begin_of_several_groups_is_traced():
-    engine, plain = (Engine(("packed", "latent")) for _ in range(2))
-    torch.compiler.reset()
-    batches = [one.batch(STEPS[1]) for one in (engine, plain)]
-    torch.compile(engine.manager.begin, fullgraph=True, backend="eager")(batches[0].window)
-    plain.manager.begin(batches[1].window)
-    for group in engine.tables:
-        assert torch.equal(batches[0].slots[group], batches[1].slots[group])
-        assert torch.equal(engine.tables[group], plain.tables[group])
 
 
 def test_too_few_pages_are_refused():
@@ -563,18 +410,7 @@ def test_pages_of_a_request():
             assert num_shadow_blocks(3, drafts, block_size) == 3 * max(map(len, touched))
 
 
-def test_counters_equal_those_of_cow():
-    engine = Engine()
-    for requests in STEPS:
-        engine.step(requests)
-    drafted = sum(r.drafts for requests in STEPS for r in requests)
-    accepted = sum(r.accepted for requests in STEPS for r in requests)
-    expected = {"windows": 4, "drafted": drafted, "accepted": accepted, "rejected": drafted - accepted, "overflowed": 0}
-    assert dict(zip(COUNTERS, engine.manager.buffers.counters.tolist(), strict=True)) == expected
-
-
-@pytest.mark.parametrize("windows", [1, 3])
-def test_a_window_that_has_drafts_although_the_caller_said_none(windows):
+def test_drafts_although_the_caller_said_none():
     """Its slots and table are put back, and its accepted row is kept."""
     cache = torch.zeros(8, 2, 1, 8)
     manager = DraftCommitManager(
@@ -584,7 +420,7 @@ def test_a_window_that_has_drafts_although_the_caller_said_none(windows):
     manager.allocate()
     slots, table = torch.tensor([2, 3]), torch.tensor([[0, 1]], dtype=torch.int32)
     starts, drafts, lengths = (torch.tensor(values, dtype=torch.int32) for values in ([0, 2], [1], [4]))
-    for _ in range(windows):  # bound calls serve the third one
+    for _ in range(2):
         cache.zero_()
         manager.begin(
             nwor_ops.Window(

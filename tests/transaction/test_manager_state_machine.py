@@ -10,9 +10,8 @@ from manager_machine import MACHINE_SETTINGS, Engine, StagedEngine
 from state_machines import Counted, run_machine
 from transactions import one_thread  # noqa: F401
 
-import nwor_ops.transaction.manager
-from nwor_ops import ops
 from nwor_ops.testing.layouts import memory
+from nwor_ops.transaction import undo_log
 
 
 @pytest.mark.state_machine
@@ -22,29 +21,35 @@ def test_random_steps(machine, machine_seed, request):
     run_machine(machine, MACHINE_SETTINGS, machine_seed, request)
 
 
-def without_row_windows(restore):
-    return lambda caches, log, slots, rejected, offsets, window, windows, *rest: restore(
-        caches, log, slots, rejected, offsets, None, None, *rest
-    )
+def without_row_windows(arguments):
+    return {"window_id": None, "row_windows": None}
 
 
-def without_last_layer(restore):
-    def restore_others(caches, log, slots, rejected, offsets, window, windows, num_rows, table):
-        layers = max(1, len(table) - 1)
-        restore(
-            caches, log[:layers], slots, rejected, offsets, window, windows[:layers], num_rows, table[:layers]
-        )  # fmt: skip
-
-    return restore_others
+def without_last_layer(arguments):
+    layers = max(1, len(arguments["plane_table"]) - 1)
+    return {name: arguments[name][:layers] for name in ("log", "row_windows", "plane_table")}
 
 
-def without_page_offsets(restore):
-    return lambda caches, log, slots, rejected, offsets, *rest: restore(caches, log, slots, rejected, None, *rest)
+def without_page_offsets(arguments):
+    return {"page_offsets": None}
 
 
-@pytest.mark.parametrize("break_restore", [without_row_windows, without_last_layer, without_page_offsets])
-def test_the_state_machine_finds_a_broken_restore(break_restore, monkeypatch):
-    monkeypatch.setattr(nwor_ops.transaction.manager.ops, "restore_slots", break_restore(ops.restore_slots))
+@pytest.fixture(name="break_restore")
+def restores_that_break(monkeypatch):
+    """Change the arguments of every restore."""
+
+    def break_restore(change):
+        arguments_of = undo_log._restore_arguments
+        monkeypatch.setattr(
+            undo_log, "_restore_arguments", lambda *given: (made := arguments_of(*given)) | change(made)
+        )
+
+    return break_restore
+
+
+@pytest.mark.parametrize("change", [without_row_windows, without_last_layer, without_page_offsets])
+def test_broken_restore_is_found(change, break_restore):
+    break_restore(change)
     with pytest.raises(AssertionError, match="the caches differ from a run without"):
         run_state_machine_as_test(
             Engine, settings=settings(MACHINE_SETTINGS, report_multiple_bugs=False, phases=[Phase.generate])
@@ -60,9 +65,9 @@ def test_memory_is_compared():
     assert total > planes
 
 
-def test_a_failure_names_the_command_that_repeats_it(monkeypatch, capsys, request):
+def test_failure_names_its_command(break_restore, capsys, request):
     """A seed makes the same transitions each time."""
-    monkeypatch.setattr(nwor_ops.transaction.manager.ops, "restore_slots", without_page_offsets(ops.restore_slots))
+    break_restore(without_page_offsets)
     share = settings(MACHINE_SETTINGS, report_multiple_bugs=False, phases=[Phase.generate])
     counts = []
     for _ in range(2):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from hypothesis import given
@@ -21,20 +19,15 @@ WRITABLE = tuple(kind for kind in KINDS if kind not in ("amx", "latent"))
 class Staged:
     """A buffer over layers of some kinds, and a copy of the expected caches."""
 
-    def __init__(self, kinds=WRITABLE, kv_cache_dtype="auto"):
+    def __init__(self, kinds=WRITABLE):
         self.buffer = StagingBuffer(max_num_tokens=TOKENS, max_num_rows=ROWS, device="cpu")
-        self.caches, self.kv_cache_dtype, self.seed = {}, kv_cache_dtype, 0
-        self.scales = torch.tensor([0.5]), torch.tensor([0.125])
+        self.caches, self.seed = {}, 0
         for number, kind in enumerate(kinds):
             _, construct, layout, shape, dtype = KINDS[kind]
-            cache_dtype = dtype if kv_cache_dtype == "auto" else torch.uint8
-            for index, cache in enumerate(construct(layout, shape, cache_dtype, number)):
+            for index, cache in enumerate(construct(layout, shape, dtype, number)):
                 name = f"{kind}.{index}"
                 self.caches[name] = cache
-                options = (
-                    dict(zip(("k_scale", "v_scale"), self.scales, strict=True)) if kv_cache_dtype != "auto" else {}
-                )
-                self.buffer.register_layer(name, cache, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **options)
+                self.buffer.register_layer(name, cache)
         self.buffer.allocate()
         self.dtypes = {name: KINDS[name.split(".")[0]][4] for name in self.caches}
         self.views = [[plane.view for plane in cache.planes] for cache in self.caches.values()]
@@ -57,13 +50,13 @@ class Staged:
             (stage or self.buffer.stage)(name, key, value)
         return written
 
-    def expect(self, written, rows_of_tokens, slots, kept, scales=None):
+    def expect(self, written, rows_of_tokens, slots, kept):
         """Write the rows `kept` to their slots in the expected caches."""
         slot_of_row = {row: slot for row, slot in enumerate(slots) if row in kept}
         mapping = torch.tensor([slot_of_row.get(row, -1) for row in rows_of_tokens], dtype=torch.int64)
         for name, (key, value) in written.items():
             caches = self.key_value(name, self.expected[name])
-            ops.write_kv(key, value, *caches, mapping, *(scales or self.scales), self.kv_cache_dtype)
+            ops.write_kv(key, value, *caches, mapping, torch.ones(1), torch.ones(1), "auto")
 
     def assert_as_expected(self):
         theirs = memory(list(self.expected.values()))
@@ -73,10 +66,9 @@ class Staged:
 SLOTS, TOKEN_ROWS = (5, 17, -1, 40, 8, 30), (3, -1, 0, 5, 1, 2, 4)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
-def test_a_window(kv_cache_dtype):
+def test_a_window():
     """Rows in any order, one token not staged, any pattern of accepted rows, and one accepted row without a slot."""
-    staged = Staged(kv_cache_dtype=kv_cache_dtype)
+    staged = Staged()
     staged.buffer.begin(torch.tensor(SLOTS), torch.tensor(TOKEN_ROWS, dtype=torch.int32))
     written = staged.stage_all(7)
     staged.assert_as_expected()  # no cache has a row yet
@@ -286,20 +278,29 @@ def test_wrong_layers():
     _, construct, layout, shape, dtype = KINDS["latent"]
     with pytest.raises(ValueError, match="must hold a key and a value, they are opaque"):
         buffer.register_layer("latent", construct(layout, shape, dtype, 0)[0])
-    _, construct, layout, shape, _ = KINDS["packed"]
-    cache = construct(layout, shape, torch.uint8, 0)[0]
-    with pytest.raises(ValueError, match="dtype must be given for kv_cache_dtype fp8"):
-        buffer.register_layer("one", cache, kv_cache_dtype="fp8")
-    buffer.register_layer("one", cache, dtype=torch.bfloat16, kv_cache_dtype="fp8")
+    _, construct, layout, shape, dtype = KINDS["packed"]
+    cache = construct(layout, shape, dtype, 0)[0]
+    buffer.register_layer("one", cache)
     with pytest.raises(ValueError, match="'one' is registered already"):
-        buffer.register_layer("one", cache, dtype=torch.bfloat16, kv_cache_dtype="fp8")
+        buffer.register_layer("one", cache)
+    with pytest.raises(TypeError, match="cache of 'two' must be on device cpu, got meta"):
+        buffer.register_layer("two", LayerCache.packed(torch.zeros(2, 2, 1, 8, device="meta")))
+    for call in (lambda: buffer.begin(torch.arange(1)), lambda: buffer.rows("one"), lambda: KVCacheInterceptor(buffer)):
+        with pytest.raises(RuntimeError, match=r"allocate\(\) first|allocated first"):
+            call()
     assert buffer.stats().windows == 0
     buffer.allocate()
     with pytest.raises(RuntimeError, match=r"^allocate: "):
         buffer.allocate()
-    key = torch.zeros(1, shape.heads, shape.key_width, dtype=torch.bfloat16)
-    with pytest.raises(KeyError, match="write: layer 'other' is not registered"):
-        KVCacheInterceptor(buffer).write("other", key, key, torch.tensor([0]))
+
+
+def test_layer_of_another_dtype_is_refused():
+    """Before any window: at commit the layers before it would have their rows already."""
+    buffer = StagingBuffer(max_num_tokens=4, max_num_rows=4, device="cpu")
+    buffer.register_layer("good", LayerCache.packed(torch.zeros(2, 2, 1, 8)))
+    buffer.register_layer("bad", LayerCache.packed(torch.zeros(2, 2, 1, 8, dtype=torch.float64)))
+    with pytest.raises(TypeError, match=r"^commit_staged: staged_key must have dtype"):
+        buffer.allocate()
 
 
 def test_a_commit_that_is_refused_changes_nothing():
@@ -321,36 +322,15 @@ def test_a_commit_that_is_refused_changes_nothing():
     assert staged.buffer.stats().windows == 1
 
 
-UNFIT = {
-    "a scale of another dtype": ({"k_scale": torch.ones(1, dtype=torch.float64)}, TypeError, "k_scale must have dtype"),
-    "scales of too few rows": ({"v_scale": torch.ones(3, 1)}, ValueError, "v_scale must be"),
-    "an unknown format": ({"kv_cache_dtype": "fp4"}, ValueError, "kv_cache_dtype must be"),
-    "keys that cannot be staged": ({"dtype": torch.float64}, TypeError, "staged_key must have dtype"),
-}
-
-
-@pytest.mark.parametrize("case", UNFIT)
-def test_a_layer_that_could_not_be_committed_is_refused_before_any_window(case):
-    """At commit the layers before it would have their rows already."""
-    options, error, sentence = UNFIT[case]
-    buffer = StagingBuffer(max_num_tokens=4, max_num_rows=4, device="cpu")
-    _, construct, layout, shape, dtype = KINDS["packed"]
-    good, bad = construct(layout, shape, torch.uint8, 0)
-    before = memory([good.planes[0].view])[0].clone()
-    buffer.register_layer("good", good, dtype=dtype, kv_cache_dtype="fp8")
-    buffer.register_layer("bad", bad, **{"dtype": dtype, "kv_cache_dtype": "fp8"} | options)
-    with pytest.raises(error, match=rf"^allocate: layer 'bad' could not be committed: commit_staged: {sentence}"):
-        buffer.allocate()
-    assert torch.equal(memory([good.planes[0].view])[0], before)
-
-
 def test_more_tokens_than_max_num_tokens():
     """Tokens past the record would silently not be staged."""
     staged = Staged(("packed",))
     staged.buffer.begin(torch.arange(3))
     for tokens, offset in ((TOKENS + 1, 0), (4, TOKENS - 3)):
         key, value = staged.sources("packed.0", tokens)
-        with pytest.raises(ValueError, match=f"^stage: key must have at most {TOKENS - offset} tokens .* got {tokens}"):
+        with pytest.raises(
+            ValueError, match=f"^stage: token_offset .* for {tokens} of {TOKENS} tokens .* got {offset}"
+        ):
             staged.buffer.stage("packed.0", key, value, token_offset=offset)
     staged.stage_all(TOKENS)
 
@@ -368,152 +348,40 @@ def run(interceptor, staged, tokens, slots, accepted):
     return written
 
 
-@pytest.mark.parametrize("mode", ["direct", "staging"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
-def test_switching_is_one_value(mode, kv_cache_dtype):
-    staged = Staged(kv_cache_dtype=kv_cache_dtype)
-    interceptor = KVCacheInterceptor(staged.buffer, mode)
-    interceptor.finish_warm_up()
-    accepted = torch.tensor([True, False, True, False])
-    written = run(interceptor, staged, 4, torch.arange(4) + 7, accepted)
-    kept = {0, 2} if mode == "staging" else {0, 1, 2, 3}
-    staged.expect(written, range(4), range(7, 11), kept)
-    staged.assert_as_expected()
-    stats = interceptor.stats()
-    assert (stats.staging.windows, stats.direct_windows, stats.refused_windows) == (
-        (1, 0, 0) if mode == "staging" else (0, 1, 0)
-    )
-    assert interceptor.reason == ("" if mode == "staging" else "the mode is direct")
-
-
-def test_not_ready_until_warm_up_is_over():
+@pytest.mark.filterwarnings("ignore:nwor_ops. a window was written directly")
+def test_mode_of_the_interceptor_decides():
+    """A window with too many rows is written directly too. Attention reads the staged rows if begin says so."""
     staged = Staged()
     interceptor = KVCacheInterceptor(staged.buffer)
-    accepted = torch.zeros(4, dtype=torch.bool)
-    written = run(interceptor, staged, 4, torch.arange(4), accepted)
-    staged.expect(written, range(4), range(4), set(range(4)))
-    staged.assert_as_expected()
-    assert interceptor.reason == "warm-up is not over"
-    interceptor.finish_warm_up()
-    run(interceptor, staged, 4, torch.arange(4), accepted)
-    staged.assert_as_expected()
-    stats = interceptor.stats()
-    assert (stats.staging.windows, stats.direct_windows, stats.refused_windows) == (1, 1, 0)
-
-
-def test_a_window_that_the_buffer_refuses_is_written_directly():
-    staged = Staged()
-    interceptor = KVCacheInterceptor(staged.buffer)
-    interceptor.finish_warm_up()
-    slots = torch.randperm(60)[:13]
-    with pytest.warns(RuntimeWarning, match="written directly: begin: row_slots must have one dimension of at most 12"):
-        written = run(interceptor, staged, 13, slots, torch.zeros(13, dtype=torch.bool))
-    staged.expect(written, range(13), slots.tolist(), set(range(13)))
-    staged.assert_as_expected()
-    assert interceptor.stats().refused_windows == 1
-    assert "at most 12" in interceptor.reason
-
-
-def test_an_error_at_the_first_layer_makes_the_window_direct():
-    """A key of another dtype cannot be staged. At the first layer, the window becomes a direct one."""
-    staged = Staged(("packed",), kv_cache_dtype="fp8_e4m3")
-    interceptor = KVCacheInterceptor(staged.buffer)
-    interceptor.finish_warm_up()
-    slots = torch.arange(3)
-    first, second = ([s.half() for s in staged.sources(name, 3)] for name in staged.caches)
-    assert interceptor.begin(slots)
-    with pytest.warns(RuntimeWarning, match="staged_key must have dtype torch.float16"):
-        interceptor.write("packed.0", *first, slots)
-    assert not interceptor.staging
-    interceptor.write("packed.1", *second, slots)
-    interceptor.commit(torch.zeros(3, dtype=torch.bool))
-    staged.expect({"packed.0": first, "packed.1": second}, range(3), range(3), {0, 1, 2})
-    staged.assert_as_expected()
-
-    good = staged.sources("packed.0", 3)
-    assert interceptor.begin(slots)
-    interceptor.write("packed.0", *good, slots)
-    with pytest.raises(TypeError, match="staged_key must have dtype"):
-        interceptor.write("packed.1", *second, slots)
-    assert interceptor.staging
-    interceptor.cancel()
-    staged.assert_as_expected()
-    stats = interceptor.stats()
-    assert (stats.direct_windows, stats.refused_windows, stats.staging.windows) == (1, 1, 2)
-
-    assert interceptor.begin(slots)  # a layer staged in the previous window does not count for this one
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the warning appears once
-        interceptor.write("packed.0", *first, slots)
-    assert not interceptor.staging
-    staged.expect({"packed.0": first}, range(3), range(3), {0, 1, 2})
-    staged.assert_as_expected()
-    assert interceptor.stats().refused_windows == 2
-
-
-def test_scales_of_a_direct_write():
-    """Each given scale is used; otherwise the registered one."""
-    staged = Staged(("packed",), kv_cache_dtype="fp8_e4m3")
-    interceptor = KVCacheInterceptor(staged.buffer, "direct")
-    scales = torch.tensor([2.0]), torch.tensor([0.25])
-    for k_scale, v_scale in (scales, (scales[0], None), (None, scales[1]), (None, None)):
-        interceptor.begin(torch.arange(3))
-        key, value = staged.sources("packed.0", 3)
-        interceptor.write("packed.0", key, value, torch.arange(3), k_scale=k_scale, v_scale=v_scale)
-        used = [own if given is None else given for given, own in zip((k_scale, v_scale), staged.scales, strict=True)]
-        staged.expect({"packed.0": (key, value)}, range(3), range(3), {0, 1, 2}, used)
+    for mode, tokens, is_staged in (("direct", 4, False), ("staging", 4, True), ("staging", 13, False)):
+        interceptor.mode = mode
+        slots, accepted = torch.randperm(60)[:tokens], torch.arange(tokens) % 2 == 0
+        assert interceptor.begin(slots) is interceptor.staging is is_staged
+        written = {name: staged.sources(name, tokens) for name in staged.caches}
+        for name, (key, value) in written.items():
+            interceptor.write(name, key, value, slots)
+        interceptor.commit(accepted)
+        staged.expect(written, range(tokens), slots.tolist(), set(range(0, tokens, 1 + is_staged)))
         staged.assert_as_expected()
+    stats = interceptor.stats()
+    assert (stats.staging.windows, stats.direct_windows, stats.refused_windows) == (1, 2, 1)
 
 
 def test_interceptor_protocol():
     staged = Staged(("packed",))
     interceptor = KVCacheInterceptor(staged.buffer)
-    interceptor.finish_warm_up()
     assert interceptor.begin(torch.arange(3))
     with pytest.raises(RuntimeError, match="a staged window is open"):
         interceptor.begin(torch.arange(3))
+    with pytest.raises(TypeError, match="stage_kv: "):
+        interceptor.write("packed.0", *(s.double() for s in staged.sources("packed.0", 3)), torch.arange(3))
     interceptor.cancel()
+    staged.assert_as_expected()
+    with pytest.raises(KeyError, match="layer 'other' is not registered"):
+        interceptor.write("other", *staged.sources("packed.0", 1), torch.tensor([0]))
     with pytest.raises(ValueError, match="mode must be one of direct, staging, got 'stage'"):
         KVCacheInterceptor(staged.buffer, "stage")
-    with pytest.raises(RuntimeError, match="must be allocated first"):
-        KVCacheInterceptor(StagingBuffer(max_num_tokens=1, max_num_rows=1, device="cpu"))
-
-
-@pytest.mark.filterwarnings("ignore:nwor_ops. a window was written directly")
-def test_begin_tells_whether_the_window_is_staged():
-    """Attention reads the staged rows if it says so."""
-    staged = Staged(("packed",))
-    interceptor = KVCacheInterceptor(staged.buffer)
-    assert interceptor.begin(torch.arange(3)) is False  # warm-up
-    interceptor.finish_warm_up()
-    for mode, slots, expected in (
-        ("staging", torch.arange(3), True),
-        ("staging", torch.arange(13), False),  # more rows than the buffer has
-        ("direct", torch.arange(3), False),
-        ("staging", torch.arange(3), True),
-    ):
-        interceptor.mode = mode
-        assert interceptor.begin(slots) is expected
-        assert interceptor.staging is expected
-        assert bool(interceptor.reason) is not expected
-        interceptor.cancel()
-
-
-def test_torch_s_default_dtype_does_not_matter():
-    """Engines change it while they load a model."""
-    cache, default = torch.zeros(4, 2, 1, 8, dtype=torch.uint8), torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        buffer = StagingBuffer(max_num_tokens=8, max_num_rows=8, device="cpu")
-        buffer.register_layer("layer", LayerCache.packed(cache), dtype=torch.float32, kv_cache_dtype="fp8_e4m3")
-        buffer.allocate()
-    finally:
-        torch.set_default_dtype(default)
-    interceptor, key = KVCacheInterceptor(buffer), torch.ones(2, 1, 4)
-    for staged in (False, True):
-        slots = torch.tensor([2, 3]) + 2 * staged
-        assert interceptor.begin(slots) is staged
-        interceptor.write("layer", key, key, slots)
-        interceptor.commit(torch.tensor([True, True]))
-        interceptor.finish_warm_up()
-    assert cache.view(8, 8)[2:6].all()
+    with pytest.raises(TypeError, match="buffer must be a StagingBuffer, got 3"):
+        KVCacheInterceptor(3)
+    with pytest.warns(RuntimeWarning, match="written directly: begin: row_slots must have one dimension of at most 12"):
+        interceptor.begin(torch.arange(13))

@@ -40,28 +40,23 @@ SEND = "sending counters failed"
 def _faults(mode: str) -> list[Fault]:
     """Return faults of every moment of a step, before its launches and between them, and of the metrics."""
     from nwor_ops import DraftCommitManager
-    from nwor_ops.transaction.shadow_pages import ShadowPages
-    from nwor_ops.transaction.undo_log import UndoLog
+    from nwor_ops.transaction import manager
+    from nwor_ops.transaction.undo_log import LoggedWriter
     from nwor_ops.vllm.metrics.publisher import Publisher
     from nwor_ops.vllm.transaction.runners.v1 import V1
 
-    recovery = {"cow": UndoLog, "stage": ShadowPages}[mode]
+    begin = {"cow": "begin_bound", "stage": "begin_redirected_bound"}[mode]
     return [
         Fault(V1, "_step", 11, BEGIN),
         Fault(DraftCommitManager, "begin", 9, BEGIN),
-        Fault(recovery, "open", 10, BEGIN, after=True),
-        Fault(DraftCommitManager, "write", 7, WRITE),
-        Fault(DraftCommitManager, "log", 7, WRITE),  # if vLLM's writer is used
+        Fault(manager, begin, 10, BEGIN, after=True),
+        Fault(LoggedWriter, "write", 7, WRITE),
+        Fault(LoggedWriter, "log", 7, WRITE),  # if vLLM's writer is used
         Fault(DraftCommitManager, "commit", 6, COMMIT),
-        Fault(recovery, "close", 8, COMMIT, after=True, only=_of_commit),
+        Fault(manager, "commit_tokens_bound", 8, COMMIT, after=True),
         Fault(Publisher, "_copy", 3, SEND),
         Fault(Publisher, "_message", 5, SEND),
     ]
-
-
-def _of_commit(*args: Any) -> bool:
-    """Return whether these are the arguments of a commit. If an abandon failed too, the engine could not go on."""
-    return len(args) > 3
 
 
 def _job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
@@ -293,6 +288,7 @@ def _exporting_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[
     from vllm import LLM
 
     from nwor_ops import DraftCommitManager
+    from nwor_ops.transaction.undo_log import LoggedWriter
 
     llm = LLM(**settings)
     exports = export_connector.watch(llm)
@@ -300,8 +296,8 @@ def _exporting_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[
     planted = Planted(
         [
             Fault(DraftCommitManager, "begin", 9, BEGIN),
-            Fault(DraftCommitManager, "write", 23, WRITE),
-            Fault(DraftCommitManager, "log", 23, WRITE),  # if vLLM's writer is used, as with AMX
+            Fault(LoggedWriter, "write", 23, WRITE),
+            Fault(LoggedWriter, "log", 23, WRITE),  # if vLLM's writer is used, as with AMX
             Fault(DraftCommitManager, "commit", 6, COMMIT),
         ]
     )

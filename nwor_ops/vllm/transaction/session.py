@@ -25,9 +25,9 @@ from torch import Tensor
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.in_flight import Deferred, InFlightManager
-from nwor_ops.transaction.manager import DraftCommitManager, set_current_manager
-from nwor_ops.transaction.state import State, is_capturing
-from nwor_ops.transaction.window import Window
+from nwor_ops.transaction.manager import DraftCommitManager
+from nwor_ops.transaction.protocol import State, is_capturing
+from nwor_ops.transaction.window import Layout, Window
 from nwor_ops.vllm.errors import CannotContinue, Errors
 from nwor_ops.vllm.hooks import Patches, check_library
 from nwor_ops.vllm.metrics.names import by_reason
@@ -107,6 +107,7 @@ class Session:
         self._pages_stay = False  # whether shadow pages may hold rows for the next window
         self._slept: tuple[int, Tensor] | None = None  # `begun` and the counters when the engine went to sleep
         self.slot_mappings = slot_mappings
+        self.layout = Layout(slot_mappings)
         self.max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
         self.vanilla_steps: Counter[str] = Counter()
         self.host_seconds = 0.0
@@ -138,8 +139,14 @@ class Session:
         for layer in layers:
             manager.register_layer(layer.name, layer.cache, layer.group)
         manager.allocate()
-        set_current_manager(manager)
+        self._writers = {name: manager.writer(name) for name in manager.layer_names}
         return manager
+
+    def bind(self, layout: Layout) -> None:
+        """Bind the runner's persistent slot mappings and block tables, with its conventions for counts."""
+        self.layout = layout
+        if self.manager is not None:
+            self.manager.bind(layout)
 
     def subscribe(self, listener: StepListener) -> None:
         """Notify a listener of each event from now on, after all earlier listeners."""
@@ -195,7 +202,7 @@ class Session:
                 return
             self._step = step
             for listener in self._listeners_of["opened"]:
-                listener.opened(step.window.slot_mappings)
+                listener.opened(self.layout.slot_mappings)
         finally:
             self.host_seconds += time.perf_counter() - started
 
@@ -290,12 +297,13 @@ class Session:
         self.close_interrupted()
         if not self.needs_begin:
             return
-        window, (query_start_loc, num_draft_tokens) = step.window, step.on_host()
+        query_start_loc, num_draft_tokens = step.on_host()
         for listener in self._listeners_of["begin"]:
             if listener.needs_begin:
                 listener.begin(
-                    query_start_loc, num_draft_tokens, window.slot_mappings, window.block_tables, window.seq_lens
-                )
+                    query_start_loc, num_draft_tokens, self.layout.slot_mappings, self.layout.block_tables,
+                    step.window.seq_lens,
+                )  # fmt: skip
 
     def defer(self) -> Deferred | None:
         """End a step on a pipeline rank that does not sample.
@@ -470,26 +478,16 @@ class Session:
 
     def _log(self, layer: TargetLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> bool:
         """Log the rows that a layer is about to overwrite. If our kernel also writes the new rows, return True."""
-        assert self.manager is not None
-        name = layer.name
+        name, writer = layer.name, self._writers[layer.name]
         try:
             if kv_cache.data_ptr() != self._addresses[name]:
                 raise RuntimeError(f"the KV cache of layer {name} moved to another address after the engine started")
             offset = self._token_offset(layer.group, slot_mapping)
             if not layer.fused:
-                self.manager.log(name, slot_mapping, token_offset=offset)
+                writer.log(slot_mapping, offset)
                 return False
             k_scale, v_scale = layer.scales() if layer.scales is not None else (None, None)
-            self.manager.write(
-                name,
-                key,
-                value,
-                slot_mapping,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                kv_cache_dtype=layer.kv_cache_dtype,
-                token_offset=offset,
-            )
+            writer.write(key, value, slot_mapping, k_scale, v_scale, layer.kv_cache_dtype, offset)
             return True
         except Exception as error:
             if is_capturing(slot_mapping):

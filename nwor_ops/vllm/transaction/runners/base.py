@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
+from nwor_ops.transaction.window import Layout
 from nwor_ops.vllm.hooks import Hook
 from nwor_ops.vllm.support.refusals import (
     ALL_RECURRENT,
@@ -92,6 +93,10 @@ class RunnerAttachment(abc.ABC):
     @abc.abstractmethod
     def block_table(self, group: str) -> Tensor:
         """Return the persistent block table of a group, which attention reads."""
+
+    @abc.abstractmethod
+    def layout(self, slot_mappings: dict[str, Tensor], block_tables: dict[str, Tensor]) -> Layout:
+        """Return the layout of all windows: these tensors, and how the runner counts drafts."""
 
     @abc.abstractmethod
     def table_rows(self, group: str) -> Iterable[tuple[int, list[int]]]:
@@ -189,7 +194,8 @@ class RunnerAttachment(abc.ABC):
     def patch(self, session: Session) -> None:
         """Patch the runner's methods."""
         self.session = session
-        self.block_tables = {group: self.block_table(group) for group in session.slot_mappings}
+        tables = {group: self.block_table(group) for group in session.slot_mappings}
+        session.bind(self.layout(session.slot_mappings, tables))
         session.patches.put_methods(self.runner, self, self.patched)
 
     def begin(self, describe: Callable[[Any], Step], inputs: Any) -> None:

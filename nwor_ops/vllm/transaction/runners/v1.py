@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.transaction.window import Window, numbers_on
+from nwor_ops.transaction.window import Layout, Window, numbers_on
 from nwor_ops.vllm.hooks import Hook
 from nwor_ops.vllm.support.refusals import OTHER_GROUP
 from nwor_ops.vllm.transaction.runners.base import RunnerAttachment, named_layers, runner_hooks
@@ -82,6 +82,9 @@ class V1(RunnerAttachment):
     def block_table(self, group: str) -> Tensor:
         return self.runner.input_batch.block_table[int(group)].block_table.gpu
 
+    def layout(self, slot_mappings: dict[str, Tensor], block_tables: dict[str, Tensor]) -> Layout:
+        return Layout(slot_mappings, block_tables, request_states=self.session.shadow_blocks is not None)
+
     def table_rows(self, group: str) -> Iterable[tuple[int, list[int]]]:
         runner, table = self.runner, self.runner.input_batch.block_table[int(group)]
         requests = runner.input_batch.num_reqs
@@ -124,10 +127,8 @@ class V1(RunnerAttachment):
             Window(
                 query_start_loc=runner.query_start_loc.gpu,
                 cu_num_draft_tokens=metadata.cu_num_draft_tokens,
-                slot_mappings=self.session.slot_mappings,
                 num_draft_tokens=sum(drafts),
                 seq_lens=runner.seq_lens,
-                block_tables=self.block_tables,
                 request_states=None if self._states is None else self._states.tensor,
             ),
             on_host=lambda: (runner.query_start_loc.np[: len(drafts) + 1], drafts),

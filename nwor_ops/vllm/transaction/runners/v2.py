@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nwor_ops.transaction.window import Window
+from nwor_ops.transaction.window import Layout, Window
 from nwor_ops.vllm.hooks import Hook, check_vllm
 from nwor_ops.vllm.support.refusals import NEW_TOKENS, Check
 from nwor_ops.vllm.transaction.runners.base import RunnerAttachment, named_layers, runner_hooks
@@ -71,6 +71,10 @@ class V2(RunnerAttachment):
         own = config.use_ngram() or config.uses_draft_model() or config.use_dflash() or config.use_dspark()
         return not own
 
+    def layout(self, slot_mappings: dict[str, Tensor], block_tables: dict[str, Tensor]) -> Layout:
+        # vLLM counts logits, and its counts start with a zero.
+        return Layout(slot_mappings, block_tables, num_bonus_tokens=1, leading_zero=True, request_states=True)
+
     def table_rows(self, group: str) -> Iterable[tuple[int, list[int]]]:
         batch, tables, number = self._batch, self.runner.block_tables, int(group)
         starts = batch.query_start_loc[: batch.num_reqs + 1].cpu()
@@ -102,12 +106,8 @@ class V2(RunnerAttachment):
             Window(
                 query_start_loc=input_batch.query_start_loc,
                 cu_num_draft_tokens=input_batch.cu_num_logits,
-                slot_mappings=self.session.slot_mappings,
                 num_draft_tokens=input_batch.num_draft_tokens,
-                num_bonus_tokens=1,  # vLLM counts logits, and its counts start with a zero
-                leading_zero=True,
                 seq_lens=input_batch.seq_lens,
-                block_tables=self.block_tables,
                 request_states=input_batch.idx_mapping,
             ),
             on_host=functools.partial(self._counts, input_batch),

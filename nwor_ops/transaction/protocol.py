@@ -87,8 +87,3 @@ def is_capturing(tensor: Tensor) -> bool:
 def waits_for_checks(tensor: Tensor) -> bool:
     """Return whether a check may read the tensor's data: only eagerly, and only in debug mode."""
     return _DEBUG_SYNC and not torch.compiler.is_compiling() and not is_capturing(tensor)
-
-
-def raises_after_launches(tensor: Tensor) -> bool:
-    """Return whether an op on this tensor may raise after its kernel has run: on CUDA in debug mode."""
-    return tensor.is_cuda and waits_for_checks(tensor)
