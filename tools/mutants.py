@@ -3,17 +3,16 @@
     python tools/mutants.py                       # 300 mutants, others each day
     python tools/mutants.py --sample 0            # all of them: hours
     python tools/mutants.py --seed 7 --to tests/mutants.json
-    python tools/mutants.py --list                # the mutants that survived the last run, as diffs
 
 mutmut makes and runs the mutants, by `[tool.mutmut]` of pyproject.toml: the transaction, recurrent states and the
-plugin's session. Each mutant is run with the tests that call its function. The result has the seed, so the same sample
-can be run again. The exit status is 1 if fewer than --least percent were killed.
+plugin's session. Each mutant is run with the tests that call its function. `mutmut show NAME` shows a survivor. The
+result has the seed, so the same sample can be run again. The exit status is 1 if fewer than --least percent were
+killed.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import datetime
 import json
 import os
@@ -43,29 +42,18 @@ def mutmut(*words: str) -> int:
     return subprocess.run([*MUTMUT, *words], cwd=ROOT, env=environment, check=False).returncode
 
 
-def folder_of(mutant: str) -> str:
-    """Return the part of the package that a mutant belongs to, such as ``transaction``."""
-    return mutant.removeprefix("nwor_ops.").rpartition(".x")[0].split(".")[0]
-
-
 def result(sample: list[str], codes: dict[str, int | None], seed: int) -> dict[str, Any]:
-    counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    for mutant in sample:
-        code = codes.get(mutant)
-        outcome = "killed" if code in KILLED else "survived" if code in SURVIVED else "not run"
-        counts[folder_of(mutant), outcome] += 1
-    folders = sorted({folder for folder, _ in counts})
-    killed, survived = (sum(counts[folder, outcome] for folder in folders) for outcome in ("killed", "survived"))
+    killed = sum(codes.get(mutant) in KILLED for mutant in sample)
+    survivors = sorted(mutant for mutant in sample if codes.get(mutant) in SURVIVED)
     return {
         "command": f"make mutants SAMPLE={len(sample)} SEED={seed}",
         "date": datetime.date.today().isoformat(),
         "mutants": len(codes),
         "sample": len(sample),
         "killed": killed,
-        "survived": survived,
-        "percent_killed": round(100 * killed / max(1, killed + survived), 1),
-        "of": {folder: {outcome: counts[folder, outcome] for outcome in ("killed", "survived")} for folder in folders},
-        "survivors": sorted(mutant for mutant in sample if codes.get(mutant) in SURVIVED),
+        "survived": len(survivors),
+        "percent_killed": round(100 * killed / max(1, killed + len(survivors)), 1),
+        "survivors": survivors,
     }
 
 
@@ -76,12 +64,7 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=90.0, help="percent to be killed")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--to", type=pathlib.Path, help="file for the result")
-    parser.add_argument("--list", action="store_true", help="show the survivors of the last run")
     options = parser.parse_args()
-    if options.list:
-        for mutant in (name for name, code in exit_codes().items() if code in SURVIVED):
-            mutmut("show", mutant)
-        return 0
     # mutmut writes the mutants, learns which tests call which function, and stops, because no mutant has this name.
     mutmut("run", "--max-children", str(options.workers), "none")
     if not (FOLDER / "mutmut-stats.json").exists():
@@ -98,7 +81,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main())

@@ -12,8 +12,7 @@ files are parsed and never imported. Three kinds of functions are compared, by p
 - everything that a file of the plugin imports from vLLM. If it imports a class, the methods are compared that the file
   names or that a subclass overrides.
 
-Comments, docstrings, annotations and formatting do not count. Functions that these functions call are not compared. The
-report also lists attributes that our code reads and that no file of the new vLLM mentions.
+Comments, docstrings, annotations and formatting do not count. Functions that these functions call are not compared.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import difflib
 import functools
 import importlib
 import pathlib
-import re
 import subprocess
 import sys
 import zipfile
@@ -68,11 +66,6 @@ class Sources:
         """The version in the wheel's name; for a folder, its name."""
         parts = self.path.name.split("-")
         return parts[1] if self.path.suffix == ".whl" and len(parts) > 2 else self.path.name
-
-    @functools.cached_property
-    def words(self) -> set[str]:
-        """All identifiers of all files, those in strings and comments too."""
-        return {word for text in self._texts.values() for word in re.findall(r"[A-Za-z_]\w*", text)}
 
     @functools.cache  # noqa: B019 - there are two objects of this class
     def tree(self, module: str) -> ast.Module | None:
@@ -402,15 +395,6 @@ def _change(old: list[ast.stmt], now: list[ast.stmt], use: Use) -> Change | None
     return Change(use, f"parameters: {'; '.join(said) or 'another order'}{problem}", diff)
 
 
-def gone_attributes(base: Sources, new: Sources) -> list[str]:
-    """Return the attributes that the plugin reads, does not define, and that only the base mentions."""
-    nodes = [node for path in PLUGIN.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    ours = {node.name for node in nodes if isinstance(node, (*FUNCTIONS, ast.ClassDef))}
-    ours |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    return sorted((read & base.words) - new.words - ours)
-
-
 def report(base: Sources, new: Sources, with_diffs: bool = False) -> str:
     """Return the report in Markdown."""
     names = uses(base)
@@ -422,8 +406,6 @@ def report(base: Sources, new: Sources, with_diffs: bool = False) -> str:
     if changes:
         lines += ["| vLLM | used as | difference |", "|---|---|---|"]
         lines += [f"| `{one.use.module}.{one.use.name}` | {one.use.why} | {one.what} |" for one in changes]
-    if missing := gone_attributes(base, new):
-        lines += ["", "No file of the new version mentions " + ", ".join(f"`{name}`" for name in missing) + "."]
     if with_diffs:
         lines += ["", *(f"```diff\n{one.diff}```" for one in changes if one.diff)]
     return "\n".join(lines) + "\n"

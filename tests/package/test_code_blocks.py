@@ -1,9 +1,8 @@
-"""Blocks of code in the documents: Python runs here, and every command is one that a test or a named machine runs."""
+"""Blocks of code in the documents: Python runs here, and every command exists."""
 
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 import shlex
 from collections.abc import Callable
@@ -12,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from draft_loop import Drafter, StandaloneFirstPass
 from paged_drafter import DrafterConfig, PagedMetadataAdapter
 from processes import ROOT
-from readme_serve import readme_commands
 
 from nwor_ops.config import NworConfig
 from nwor_ops.drafter import DraftBuffers, DraftSampler
+from nwor_ops_cli import app
 
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md")
 # "<!-- ran on an H200 -->" before a block: it needs hardware or hours, and this is where it ran.
@@ -129,7 +129,7 @@ GIVEN: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.document)
-def test_a_block_of_python_runs(block: Block, device: str) -> None:
+def test_block_of_python_runs(block: Block, device: str) -> None:
     """On the device of the test. A CPU has no CUDA graphs, so that nothing is captured there."""
     code = block.text.replace('"cuda"', repr(device))
     if device == "cpu":
@@ -156,101 +156,63 @@ def words_of(command: str) -> tuple[dict[str, str], list[str]]:
     return variables, [word for word in words if not re.match(r"[A-Z_]+=", word)]
 
 
-def as_in_the_readme(command: str) -> bool:
-    """Whether tests/vllm/test_serve_readme.py or tests/gpu/vllm/test_serve_readme.py starts this server.
-
-    The settings may be in ``--additional-config``, and the program may be the one that vLLM's CPU engine has.
-    """
+def problem_of(command: str) -> str:
+    """Return why a command of a document cannot run, or an empty string."""
     variables, words = words_of(command)
-    program = ["vllm", "serve"]
-    if words[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]:  # tests/vllm/test_metrics.py starts it so
-        words = [*program, *words[4:]]
-    additional = None
-    if "--additional-config" in words:
-        place = words.index("--additional-config")
-        additional = json.loads(words[place + 1])
-        words = words[:place] + words[place + 2 :]
-    settings = NworConfig.load(additional, variables)
-    tested = {NworConfig.load(None, entry.environment): entry.words for entry in readme_commands().values()}
-    tested[NworConfig(mode="stage")] = tested[NworConfig(mode="cow")]  # tests/vllm/test_stage.py
-    return words[:2] == program and tuple(words[2:]) == tested.get(settings)
+    match words:
+        case ["make", target, *_]:
+            found = re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            return "" if found else f"no target {target}"
+        case ["python", "-m", "vllm.entrypoints.openai.api_server", *options] | ["vllm", "serve", *options]:
+            place = options.index("--additional-config") + 1 if "--additional-config" in options else 0
+            settings = NworConfig.load(json.loads(options[place]) if place else None, variables)
+            return "" if settings != NworConfig() else "no feature is switched on"
+        case ["python", script, *options]:
+            source = (ROOT / script).read_text() if (ROOT / script).exists() else ""
+            unknown = [option for option in options if option.startswith("--") and f'"{option}"' not in source]
+            return "" if source and not unknown else f"{script}: missing, or without {unknown}"
+        case ["nwor-ops", name, *options]:
+            if name not in COMMANDS_OF_OURS:
+                return f"no command {name}"
+            options = options[: options.index("--")] if "--" in options else options
+            names = {
+                name for option in COMMANDS_OF_OURS[name].params for name in (*option.opts, *option.secondary_opts)
+            }
+            unknown = [option for option in options if option.startswith("--") and option not in names]
+            return f"no option {unknown}" if unknown else ""
+    return "" if words[0] in ("pip", "echo", "docker", "curl", "vllm", "pytest", "source", "git") else "not known"
 
 
-def checks_the_readme(command: str) -> bool:
-    """Whether this checks or verifies a server of the README, as test_check.py and test_verify.py of tests/vllm do."""
-    checked = re.sub(r"nwor-ops (?:check|verify --minutes \d+) --", "vllm serve", command)
-    return checked != command and as_in_the_readme(checked)
+COMMANDS_OF_OURS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
-def benches_the_readme(command: str) -> bool:
-    """Whether this measures a server of the README, as tests/vllm/test_bench_servers.py does for one feature."""
-    switches = {"transaction": "VLLM_NWOR_MODE=cow", "draft": "VLLM_NWOR_DRAFT_GRAPHS=1"}
-    switches["recurrent"] = "VLLM_NWOR_RECURRENT=1"
-    found = re.match(r"nwor-ops bench (\w+) -- ", command)
-    return found is not None and as_in_the_readme(f"{switches[found[1]]} vllm serve {command[found.end() :]}")
-
-
-def is_target(command: str) -> bool:
-    """Whether this is a target of the Makefile that .ci/run makes."""
-    _, words = words_of(command)
-    return words[0] == "make" and re.search(rf"^make {words[1]}\b", (ROOT / ".ci/run").read_text(), re.M) is not None
-
-
-def is_example(command: str) -> bool:
-    """Whether tests/package/test_examples.py runs this script, and the script has these options."""
-    _, (python, script, *options) = words_of(command)
-    if python != "python" or not script.startswith("examples/"):
-        return False
-    source = (ROOT / script).read_text()
-    tested = pathlib.Path(script).name in (ROOT / "tests/package/test_examples.py").read_text()
-    return tested and all(f'"{option}"' in source for option in options if option.startswith("--"))
-
-
-# Exact commands, and the tests that run them or what they stand for.
-TESTS = {
-    "nwor-ops doctor": "tests/package/test_cli.py",
-    "nwor-ops verify --minutes 1": "tests/package/test_verify.py",
-    "pip install --no-build-isolation '.[cli]'": "tests/dist/test_packages.py",
-    'echo "torch==2.13.0+cpu" > constraint.txt': "tests/dist/test_packages.py",
-    "pip install nwor_ops-0.1.0.tar.gz": "tests/dist/test_packages.py",
-}
-
-
-RULES = (as_in_the_readme, checks_the_readme, benches_the_readme, is_target, is_example)
-
-
-def test_every_command_is_run_by_a_test() -> None:
+def test_commands_can_run() -> None:
     assert len(COMMANDS) > 15
-    unknown = []
-    for document, command in COMMANDS:
-        _, words = words_of(command)
-        exact = next((name for name in TESTS if words == words_of(name)[1]), None)
-        if exact is not None:
-            assert (ROOT / TESTS[exact]).exists(), exact
-        elif not any(rule(command) for rule in RULES):
-            unknown.append(f"{document}: {command}")
-    assert unknown == []
+    problems = [
+        f"{document}: {command}: {problem_of(command)}" for document, command in COMMANDS if problem_of(command)
+    ]
+    assert problems == []
 
 
-def test_a_command_that_no_test_runs_is_found() -> None:
-    speculation = """--speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'"""
-    assert as_in_the_readme(f"VLLM_NWOR_MODE=cow vllm serve MODEL {speculation}")
-    assert as_in_the_readme(f"""vllm serve MODEL {speculation} --additional-config '{{"nwor": {{"mode": "cow"}}}}'""")
-    assert not as_in_the_readme(f"VLLM_NWOR_MODE=cow vllm serve MODEL {speculation} --other")
-    assert not as_in_the_readme(f"VLLM_NWOR_RECURRENT=1 vllm serve MODEL {speculation}")
-    assert benches_the_readme(f"nwor-ops bench transaction -- MODEL {speculation}")
-    assert not benches_the_readme(f"nwor-ops bench recurrent -- MODEL {speculation}")
-    assert is_target("make test  # all")
-    assert not is_target("make nothing")
-    assert is_example("python examples/staging/token_tree.py --branches 3")
-    assert not is_example("python examples/staging/token_tree.py --leaves 3")
-    assert not is_example("python examples/paged_llama.py")
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("make nothing", "no target nothing"),
+        ("vllm serve MODEL", "no feature is switched on"),
+        ("python examples/nothing.py", "examples/nothing.py: missing"),
+        ("python examples/staging/token_tree.py --leaves 3", "without ['--leaves']"),
+        ("nwor-ops nothing", "no command nothing"),
+        ("nwor-ops check --nothing -- MODEL", "no option ['--nothing']"),
+    ],
+)
+def test_wrong_commands_are_found(command: str, problem: str) -> None:
+    assert problem in problem_of(command)
 
 
 # ---------------------------------------------------------------- all blocks
 
 
-def test_every_block_has_a_known_language_or_names_its_hardware() -> None:
+def test_blocks_have_a_known_language() -> None:
     assert [block for block in BLOCKS if block.language not in LANGUAGES] == []
     program = re.compile(r"^(?:\w+=\S+ )*(?:python|make|pip|vllm|nwor-ops) ", re.MULTILINE)
     assert [block for block in BLOCKS if not block.language and program.search(block.text)] == []
