@@ -104,7 +104,7 @@ PARALLEL_MODES = (
                  notes={"v1": "refused", "cpu": "without an engine, because it would be refused"}),
     ParallelMode("several nodes, by vLLM's multiprocess launcher",
                  v2=(*_both("nodes2-tp2-v2"), "nodes2-pp2-v2"), notes={"v1": "not tested", "cpu": "not tested"}),
-    ParallelMode("Ray", cpu=("test_serve_counts_what_the_workers_of_ray_count",),
+    ParallelMode("Ray", cpu=("test_serve_counts_for_ray_workers",),
                  notes={"v2": "not tested", "v1": "not tested", "cpu": "tensor parallel 2, workers on another node"}),
 )
 # fmt: on
