@@ -203,8 +203,8 @@ def _multi(folder: pathlib.Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("connector", "prefix_caching", "any_time"),
-    [(_example, False, False), (lambda _: SIMPLE, True, True), (_multi, True, True)],
-    ids=["example", "simple_cpu", "multi"],
+    [(_example, False, False), (_multi, True, True)],
+    ids=["example", "multi"],
 )
 def test_what_is_stored_can_be_loaded(
     engines: Engines,
@@ -244,13 +244,11 @@ def test_what_is_stored_can_be_loaded(
 
 
 def runner_with(transfer: Any) -> Any:
-    return SimpleNamespace(
-        vllm_config=SimpleNamespace(kv_transfer_config=transfer), kv_cache_config=SimpleNamespace(kv_cache_groups=[])
-    )
+    return SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer))
 
 
 def _attached(transfer: dict[str, Any] | None) -> ConnectorAttachment:
-    return ConnectorAttachment(runner_with(transfer), mode="stage")
+    return ConnectorAttachment(runner_with(transfer))
 
 
 def test_which_connectors_load_at_any_time(tmp_path: pathlib.Path) -> None:
@@ -296,7 +294,7 @@ class Exporting:
             logger=logging.getLogger("test"),
         )  # fmt: skip
         self.exported: list[Any] = []
-        self.attached = ConnectorAttachment(runner_with(EXPORT), mode="cow")
+        self.attached = ConnectorAttachment(runner_with(EXPORT))
         self.attached.follow(self.session)
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
         self.session.begin(Step(Window(starts, counts, slots, 2), lambda: ([0, 3], [2])))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import pathlib
 import re
 import time
 from collections import Counter
@@ -33,7 +32,7 @@ from planted_errors import Fault, Lines, Planted
 MAX_TOKENS = 40
 BLOCK = ENGINE["block_size"]
 BEGIN, WRITE, COMMIT = "begin failed", "write failed", "commit failed"
-CANCEL, LOAD = "cancel failed", "load failed"
+CANCEL = "cancel failed"
 SEND = "sending counters failed"
 
 
@@ -108,7 +107,7 @@ def _settings(**nwor: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_an_engine_goes_on_after_an_error_of_ours(engines: Engines, mode: str) -> None:
+def test_engine_goes_on_after_our_errors(engines: Engines, mode: str) -> None:
     """Tokens are vanilla's, every other step is a transaction, and counters and log say what happened."""
     requests = prompts(20)
     vanilla = engines.start(requests, max_tokens=MAX_TOKENS, model=model_folder(**SMALL))
@@ -156,7 +155,7 @@ def _failing_job(settings: dict[str, Any], requests: list[list[int]], stays_open
     return "no error"
 
 
-def test_an_engine_stops_if_it_is_told_to_or_cannot_go_on(engines: Engines) -> None:
+def test_engine_stops_on_request_or_if_unsafe(engines: Engines) -> None:
     """By the setting, and, with any setting, after an error after which shadow pages may be in block tables."""
     stop, unsafe = (
         engines.submit(_failing_job, _settings(mode="cow", on_error="stop"), prompts(4), False),
@@ -170,37 +169,6 @@ def test_an_engine_stops_if_it_is_told_to_or_cannot_go_on(engines: Engines) -> N
         "nwor: commit failed: planted in commit; then the window could not be closed: planted in abandon; .* shadow "
         "pages, so the engine stops, whatever VLLM_NWOR_ON_ERROR says",
         unsafe.result(),
-    )
-
-
-def _shadow_page_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
-    """Let the scheduler give a shadow page to a request. Return the engine's error, and the page."""
-    os.environ.update(ENVIRONMENT)
-    from vllm import LLM
-
-    import nwor_ops
-
-    llm = LLM(**settings)
-    [session] = nwor_ops.vllm.sessions()
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    schedule, page = scheduler.schedule, session.shadow_blocks.first
-
-    def spoiling(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        for new in output.scheduled_new_reqs[:1]:
-            new.block_ids = ([*new.block_ids[0], page],)
-        return output
-
-    scheduler.schedule = spoiling
-    sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
-    return {"error": _error_of_a_run(llm, requests, sampling), "page": page}
-
-
-def test_an_engine_stops_if_a_request_gets_a_shadow_page(engines: Engines) -> None:
-    found = engines.submit(_shadow_page_job, _settings(mode="stage"), prompts(4)).result()
-    page = found["page"]
-    assert found["error"].startswith(
-        f"nwor: the scheduler gave block {page} to a request, but blocks {page} and above are shadow pages"
     )
 
 
@@ -258,7 +226,7 @@ def _interrupted_job(settings: dict[str, Any], requests: list[list[int]]) -> dic
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_after_a_step_whose_window_cannot_be_cancelled(engines: Engines, mode: str) -> None:
+def test_step_whose_window_cannot_be_cancelled(engines: Engines, mode: str) -> None:
     """The error is the step's own. Its drafts belong to no sequence: tokens of later requests are vanilla's."""
     requests = prompts(20)
     vanilla = engines.start(requests, max_tokens=MAX_TOKENS, model=model_folder(**SMALL))
@@ -274,138 +242,3 @@ def test_after_a_step_whose_window_cannot_be_cancelled(engines: Engines, mode: s
     assert [line.partition(";")[0] for level, line in found["lines"] if level == "ERROR"] == [
         f"nwor: {CANCEL}: planted in cancel"
     ]
-
-
-# ---------------------------------------------------------------- KV connectors
-
-EXPORT = {"kv_connector": "ExportConnector", "kv_connector_module_path": "export_connector", "kv_role": "kv_both"}
-
-
-def _exporting_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
-    """Fail in begins, writes and commits while a connector exports. Then fail in the connector, and run again."""
-    os.environ.update(ENVIRONMENT)
-    import export_connector
-    from vllm import LLM
-
-    from nwor_ops import DraftCommitManager
-    from nwor_ops.transaction.undo_log import LoggedWriter
-
-    llm = LLM(**settings)
-    exports = export_connector.watch(llm)
-    sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
-    planted = Planted(
-        [
-            Fault(DraftCommitManager, "begin", 9, BEGIN),
-            Fault(LoggedWriter, "write", 23, WRITE),
-            Fault(LoggedWriter, "log", 23, WRITE),  # if vLLM's writer is used, as with AMX
-            Fault(DraftCommitManager, "commit", 6, COMMIT),
-        ]
-    )
-    tokens = [_run_requests(llm, requests, sampling, {})]
-    for _ in range(3):  # the worker hears of the last requests' end
-        llm.llm_engine.step()
-    planted.remove()
-    exported, during = exports.summary(), _counts()
-    of_connector = Planted([Fault(export_connector.Exports, "layer", 25, "")])
-    error = _error_of_a_run(llm, requests, sampling)
-    of_connector.remove()
-    export_connector.watching.clear()
-    tokens.append(_run_requests(llm, requests, sampling, {}))
-    return {
-        "tokens": tokens,
-        "planted": dict(planted.counts),
-        "alive": planted.alive() + of_connector.alive(),
-        "exported": exported,
-        "during": during,
-        "error": error,
-        "after": _counts(),
-    }
-
-
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_exports_of_steps_in_which_an_error_was_planted(engines: Engines, mode: str) -> None:
-    """Each is made, and has all valid rows. Those of a step that failed may have rejected rows too.
-
-    An error of the connector is the engine's, as in vanilla vLLM.
-    """
-    requests = prompts(20)
-    vanilla = engines.start(requests, max_tokens=MAX_TOKENS, model=model_folder(**SMALL))
-    settings = _settings(mode=mode, audit=True) | {"kv_transfer_config": EXPORT}
-    found = engines.submit(_exporting_job, settings, requests).result()
-    assert found["tokens"] == 2 * [vanilla.result()["tokens"]]
-    planted = Counter(found["planted"])
-    assert set(planted) == {BEGIN, COMMIT} | ({WRITE} if mode == "cow" else set())
-    during, after = found["during"], found["after"]
-    assert during["vanilla_steps"] == during["errors"] == planted
-    assert during["stats"]["abandoned"] == planted.total() - planted[BEGIN]
-    exported = found["exported"]
-    assert exported["unfinished"] == []
-    assert exported["shadow_slots"] == 0
-    counts = exported["counts"]
-    for moment in counts:
-        assert counts[moment]["missing"] == 0, moment
-    # An export that waits for a commit is made after it, so there are as many as at the other moments of a step.
-    assert counts["attention"]["rows"] == counts["save"]["rows"] > 0
-    assert counts["attention"]["rejected"] > 0
-    assert found["error"] == "planted in layer"
-    assert after["errors"] == planted
-    assert found["alive"] == 0
-
-
-def _loading_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
-    """Store the requests. Then load them, and fail in copies of loaded rows, and in commits."""
-    os.environ.update(ENVIRONMENT)
-    from vllm import LLM
-
-    from nwor_ops import DraftCommitManager
-    from nwor_ops.transaction.shadow_pages import ShadowPages
-
-    llm = LLM(**settings)
-    sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
-    tokens = [_run_requests(llm, requests, sampling, {})]
-    planted = Planted(
-        [
-            Fault(DraftCommitManager, "refresh_shadow_pages", 3, LOAD),
-            Fault(ShadowPages, "refresh", 2, LOAD, after=True),
-            Fault(DraftCommitManager, "commit", 7, COMMIT),
-        ]
-    )
-    tokens.append(_run_requests(llm, requests, sampling, {}))
-    planted.remove()
-    during = _counts()
-    tokens.append(_run_requests(llm, requests, sampling, {}))
-    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    return {
-        "tokens": tokens,
-        "planted": dict(planted.counts),
-        "alive": planted.alive(),
-        "loaded": metrics["vllm:external_prefix_cache_hits"],
-        "during": during,
-        "after": _counts(),
-    }
-
-
-def test_loaded_rows_that_cannot_be_copied_to_shadow_pages(engines: Engines, tmp_path: pathlib.Path) -> None:
-    """The connector loads into the requests' own pages, and attention reads them there."""
-    # One token is left to compute. vLLM pads such a request with drafts, in the step that loads its rows.
-    requests = [
-        prompt[: len(prompt) // BLOCK * BLOCK + 1] for prompt in prompts(30, longest=150) if len(prompt) > BLOCK
-    ]
-    vanilla = engines.start(requests, max_tokens=MAX_TOKENS, model=model_folder(**SMALL))
-    connector = {
-        "kv_connector": "LoadingConnector",
-        "kv_connector_module_path": "loading_connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-    }
-    settings = _settings(mode="stage", audit=True) | {"kv_transfer_config": connector}
-    found = engines.submit(_loading_job, settings, requests).result()
-    assert found["tokens"] == 3 * [vanilla.result()["tokens"]]
-    assert found["loaded"] > 0
-    planted, during, after = Counter(found["planted"]), found["during"], found["after"]
-    assert set(planted) == {LOAD, COMMIT}
-    assert min(planted.values()) > 1
-    assert during["vanilla_steps"] == during["errors"] == after["errors"] == planted
-    assert during["stats"]["abandoned"] == after["stats"]["abandoned"] == planted.total()
-    assert after["stats"]["windows"] > during["stats"]["windows"]
-    assert found["alive"] == 0

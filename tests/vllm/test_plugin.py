@@ -28,12 +28,6 @@ def test_one_switch_turns_everything_off(engines: Engines) -> None:
     assert result["wrapped"] == []
 
 
-def test_the_mode_in_the_environment_wins(engines: Engines) -> None:
-    result = engines.run(prompts(2), nwor={"mode": "cow"}, environment={"VLLM_NWOR_MODE": "off"}, max_tokens=8)
-    assert result["session"] is None
-    assert result["wrapped"] == ["class initialize_kv_cache"]
-
-
 def test_on_through_the_environment(engines: Engines) -> None:
     result = engines.run(prompts(2), environment={"VLLM_NWOR_MODE": "cow"}, max_tokens=8)
     assert result["session"]["stats"]["windows"] > 0
@@ -76,30 +70,6 @@ def test_more_drafts_than_log_rows_is_a_plain_step(engines: Engines) -> None:
     assert 0 < session["stats"]["drafted"] < session["audit"]["drafted"]
 
 
-# A connector named by its module counts as a custom one, which must declare when it reads.
-UNKNOWN = {
-    "kv_connector": "ExampleConnector",
-    "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.example_connector",
-    "kv_role": "kv_both",
-}
-
-
-def test_an_unsupported_engine_is_refused_with_the_reason(engines: Engines) -> None:
-    message = r"nwor: KV connector ExampleConnector: it does not declare when .*mode cow was asked for"
-    with pytest.raises(RuntimeError, match=message):
-        engines.run(prompts(1), nwor={"mode": "cow"}, kv_transfer_config=UNKNOWN)
-
-
-def test_an_unsupported_engine_runs_vanilla_on_request(engines: Engines) -> None:
-    result = engines.run(
-        prompts(2),
-        nwor={"mode": "cow", "on_unsupported": "vanilla"},
-        kv_transfer_config=UNKNOWN,
-        max_tokens=8,
-    )
-    assert result["session"] is None
-
-
 def examples_job() -> dict[str, tuple[int, int]]:
     """Run the examples of the plugin's public functions and classes. Return failures and attempts by name."""
     import nwor_ops.vllm
@@ -118,21 +88,6 @@ def test_the_examples_of_the_plugin_run(engines: Engines) -> None:
     found = engines.submit(examples_job).result()
     assert "OneState" in found
     assert {name: result for name, result in found.items() if result[0] or not result[1]} == {}
-
-
-def test_register_is_idempotent(engines: Engines) -> None:
-    import vllm.v1.worker.gpu_model_runner as runner_module
-
-    import nwor_ops.vllm
-
-    before = runner_module.GPUModelRunner.initialize_kv_cache
-    nwor_ops.vllm.register()
-    once = runner_module.GPUModelRunner.initialize_kv_cache
-    nwor_ops.vllm.register()
-    try:
-        assert runner_module.GPUModelRunner.initialize_kv_cache is once
-    finally:
-        runner_module.GPUModelRunner.initialize_kv_cache = before
 
 
 def test_hooks_match_this_vllm() -> None:

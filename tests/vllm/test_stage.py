@@ -47,18 +47,6 @@ def test_a_model_that_writes_its_cache_itself(engines: Engines) -> None:
     check_vllm_counts(ours)
 
 
-def test_a_cache_that_is_too_small_is_refused_with_the_numbers(engines: Engines) -> None:
-    """There are 16 shadow pages and the null block, and a request of 256 tokens needs 8 blocks of 32: at least 25
-    blocks."""
-    engines.run(prompts(2), nwor=STAGE, num_gpu_blocks_override=25, max_tokens=8)
-    message = (
-        r"nwor: mode stage withholds 16 blocks \(1 groups, 8 requests of up to 4 drafts in blocks of 32\) of the 24 "
-        r"that the cache has; of the 7 left a request of 256 tokens needs 8"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        engines.run(prompts(2), nwor=STAGE, num_gpu_blocks_override=24)
-
-
 def test_a_cache_that_is_just_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """The result must not depend on rounding: blocks / (blocks / 10) is above 10 for some numbers."""
     from vllm.v1.core import kv_cache_utils
@@ -128,11 +116,6 @@ def test_a_refused_engine_goes_on_with_all_its_blocks(engines: Engines) -> None:
     result = engines.run(prompts(4), nwor=nwor, num_gpu_blocks_override=17, max_model_len=512, max_tokens=8)
     assert result["session"] is None
     assert result["metrics"]["num_preemptions"] == 0
-
-
-def test_a_scheduler_that_is_not_vllms_is_refused(engines: Engines) -> None:
-    with pytest.raises(RuntimeError, match=r"nwor: scheduler OtherScheduler: mode stage withholds blocks from vLLM's"):
-        engines.run(prompts(2), nwor=STAGE, scheduler_cls="other_scheduler.OtherScheduler")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from nwor_ops.vllm.recurrent.supported import check_state_connectors
 from nwor_ops.vllm.support.connectors import CONNECTORS
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS, ONE_STATE, TRANSACTION
 from nwor_ops.vllm.support.refusals import REFUSALS, Refusal, Unsupported, check_engine
-from nwor_ops.vllm.transaction.supported import check_connectors, check_partial_tails
+from nwor_ops.vllm.transaction.supported import check_connectors, check_partial_tails, check_scheduler
 
 TESTS = Path(__file__).parent
 
@@ -239,6 +239,15 @@ def test_a_refusal_has_a_reason_and_a_message_that_can_be_formatted(refusal: Ref
     names = [name for _, name, _, _ in string.Formatter().parse(refusal.message) if name]
     filled = str(refusal.because(**{name: f"<{name}>" for name in names}))
     assert all(f"<{name}>" in filled for name in names)
+
+
+def test_other_scheduler_is_refused() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    for scheduler in (Scheduler, type("Derived", (Scheduler,), {})):
+        check_scheduler(engine(scheduler_config__get_scheduler_cls=lambda scheduler=scheduler: scheduler))
+    with pytest.raises(Unsupported, match=r"^scheduler Other: mode stage withholds blocks from vLLM's"):
+        check_scheduler(engine(scheduler_config__get_scheduler_cls=lambda: type("Other", (), {})))
 
 
 # ---------------------------------------------------------------- KV connectors
