@@ -14,6 +14,7 @@ from typing import Any
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.draft_graphs.supported import check_graph_mode
+from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.hooks import check_library
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS, NO_SPECULATION, ONE_STATE
 from nwor_ops.vllm.support.refusals import Check, Unsupported
@@ -156,7 +157,7 @@ def look(arguments: Sequence[str]) -> Preview:
         raise ValueError("vLLM finds no device on this machine; run the check on the machine of the engine")
     NworConfig.load()  # an invalid variable is not vLLM's mistake
     vllm_config = configure(arguments)
-    settings = NworConfig.load(vllm_config.additional_config)
+    settings = settings_of(vllm_config)
     speculation = vllm_config.speculative_config
     engine = {
         "vllm": vllm.__version__,
@@ -193,10 +194,10 @@ def _reasons(checks: Iterable[Check]) -> tuple[Reason, ...]:
 def _checks_of(feature: str, vllm_config: Any) -> Iterable[Check]:
     device_type = vllm_config.device_config.device_type
     if feature == ONE_STATE:
-        from nwor_ops.vllm.recurrent import supported
+        from nwor_ops.vllm.recurrent import models, supported
 
         yield from supported.checks_of(vllm_config)
-        yield lambda: supported.check_hooks(supported.model_of(vllm_config))
+        yield lambda: supported.check_hooks(models.model_of(vllm_config))
         yield lambda: check_library("cuda")
     elif feature == DRAFT_GRAPHS:
         from nwor_ops.vllm.draft_graphs import plugin

@@ -1,4 +1,4 @@
-"""Register the plugin's environment variables with vLLM, and keep them out of its compile cache key.
+"""The settings of an engine; and the plugin's environment variables, which vLLM must know but not hash.
 
 vLLM warns about each ``VLLM_...`` variable that its own table lacks, and stops with ``--fail-on-environ-validation``.
 Every variable in that table is part of the compile cache key. The plugin's variables are removed from the key: in a
@@ -16,10 +16,27 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from nwor_ops.config import is_ours
+from nwor_ops.config import NworConfig, is_ours
 from nwor_ops.vllm.hooks import Patches, when_undone
 
 _patches = Patches("environment")
+_SETTINGS = "_nwor_settings"  # attribute of a configuration
+
+
+def settings_of(vllm_config: Any) -> NworConfig:
+    """Return the settings of an engine. They are parsed once, and kept with its configuration.
+
+    Args:
+        vllm_config: vLLM's configuration of the engine.
+
+    Raises:
+        ValueError: a setting is unknown or invalid.
+    """
+    given, settings = vars(vllm_config).get(_SETTINGS, (None, None))
+    if settings is None or given is not vllm_config.additional_config:
+        settings = NworConfig.load(vllm_config.additional_config)
+        vars(vllm_config)[_SETTINGS] = vllm_config.additional_config, settings
+    return settings
 
 
 def announce_variables() -> None:

@@ -36,7 +36,7 @@ from nwor_ops.transaction.counters import set_source
 from nwor_ops.vllm import feature_report, metrics
 from nwor_ops.vllm.audit.engine import audit_engine, audit_states_alone, cache_audit
 from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
-from nwor_ops.vllm.environment import announce_variables
+from nwor_ops.vllm.environment import announce_variables, settings_of
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import Patches, undo_all, version_problem, when_undone
 from nwor_ops.vllm.recurrent import connectors as recurrent_connectors
@@ -253,7 +253,7 @@ def _patch_runner_module(module: ModuleType) -> None:
 def _reserve_log_memory(runner: Any) -> Iterator[None]:
     """Hold as much memory as the undo log will take while vLLM profiles a forward. The cache then leaves this memory
     free."""
-    config = NworConfig.load(runner.vllm_config.additional_config)
+    config = settings_of(runner.vllm_config)
     if config.mode != "cow" or runner.speculative_config is None or runner.device.type != "cuda":
         yield
         return
@@ -269,7 +269,7 @@ def _reserve_log_memory(runner: Any) -> Iterator[None]:
 
 def _attach(runner: Any, module: str) -> None:
     """Read the configuration of a runner whose cache was just bound, and attach what it asks for."""
-    config = NworConfig.load(runner.vllm_config.additional_config)
+    config = settings_of(runner.vllm_config)
     logger = _logger()
     draft_graphs.attach(runner, module, logger)
     if not config.wants_transaction:
@@ -315,7 +315,7 @@ def sessions() -> list[Session]:
 
 def _start_metrics(runner: Any) -> None:
     """Publish the counts of a runner whose cache was just bound, if its engine has a feature."""
-    config, alive = NworConfig.load(runner.vllm_config.additional_config), weakref.ref(runner)
+    config, alive = settings_of(runner.vllm_config), weakref.ref(runner)
     if config.wants_feature:
         metrics.start(runner, lambda: _feature_report(config, alive()), config.emit_metrics, _logger())
         metrics.publish(runner, runner, draft_graphs.counts)

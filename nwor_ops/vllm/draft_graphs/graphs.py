@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import graph_capture
 
-from nwor_ops.config import NworConfig
 from nwor_ops.drafter import DraftLoop, GraphKey, keys_of_token_counts
 from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
+from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.metrics.names import by_reason
 from nwor_ops.vllm.support.refusals import CAPTURE_SIZES, Unsupported
@@ -114,7 +114,7 @@ class GraphedDrafter(abc.ABC):
 
     def _count_errors(self, vllm_config: Any, logger: Any) -> None:
         """Start to count errors. vLLM can draft after any of them, since it writes every input and every row again."""
-        config = NworConfig.load(vllm_config.additional_config)
+        config = settings_of(vllm_config)
         self.errors = Errors.by_setting(config, logger, "with vLLM's drafter in this step")
 
     @abc.abstractmethod

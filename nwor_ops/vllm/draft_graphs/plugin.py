@@ -20,6 +20,7 @@ from typing import Any
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
+from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.hooks import Hook, Patches, check_library, check_vllm
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS
 from nwor_ops.vllm.support.refusals import Check, Unsupported, check_engine
@@ -178,7 +179,7 @@ def patch_runner_module(module: ModuleType, logger: Any) -> None:
 
 def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any) -> Any:
     """Create our speculator. Return None if it is not asked for, or refused with a warning."""
-    config = NworConfig.load(vllm_config.additional_config)
+    config = settings_of(vllm_config)
     if not config.draft_graphs or not _may_have_graphs(config, vllm_config, device, logger):
         return None
     from nwor_ops.vllm.draft_graphs.speculator import GraphedDraftModelSpeculator
@@ -199,7 +200,7 @@ def attach(runner: Any, module: str, logger: Any) -> None:
 
     Called each time the runner's cache is bound. The V2 runner has created its speculator long before.
     """
-    config = NworConfig.load(runner.vllm_config.additional_config)
+    config = settings_of(runner.vllm_config)
     if not config.draft_graphs:
         return
     if runner.speculative_config is None:

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import EngineStats
+from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.metrics.names import BY_REASON, INFO, MEMORY, METRICS
@@ -80,7 +80,7 @@ def patch_scheduler_module(module: ModuleType) -> None:
     def decorator(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            config = NworConfig.load(self.vllm_config.additional_config)
+            config = settings_of(self.vllm_config)
             if config.wants_feature and config.emit_metrics:
                 with Errors(module.logger, "without our metrics").survived("receiving counters failed"):
                     Relay(self, module.logger)

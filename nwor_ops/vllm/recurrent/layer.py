@@ -22,8 +22,8 @@ from vllm.model_executor.layers.mamba import checkpoint as vllm_checkpoint
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from nwor_ops import ops
-from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cache import RecurrentCache
+from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.hooks import Patches, when_undone
 from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
 from nwor_ops.vllm.recurrent.models.model import Model
@@ -71,7 +71,7 @@ class OneStateLayer(PluggableLayer, MambaBase):
         self.one_state = has_one_state(vllm_config)
         if self.one_state:
             self.geometry = RecordGeometry.of(vllm_config)
-            audited = NworConfig.load(vllm_config.additional_config).audit
+            audited = settings_of(vllm_config).audit
             self._most_audited_tokens = most_window_tokens(vllm_config) if audited else 0
 
     def engine_config(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cache import CHUNK, RecurrentCache
+from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.recurrent.models import model_of
 
 
@@ -45,7 +45,7 @@ class RecordGeometry:
     @classmethod
     def of(cls, vllm_config: Any) -> RecordGeometry:
         """Return the geometry of an engine's recurrent layers, from its configuration."""
-        config = NworConfig.load(vllm_config.additional_config)
+        config = settings_of(vllm_config)
         heads = model_of(vllm_config).heads(vllm_config.model_config.hf_text_config)
         rows, ranks = vllm_config.num_speculative_tokens + 1, vllm_config.parallel_config.tensor_parallel_size
         return cls(

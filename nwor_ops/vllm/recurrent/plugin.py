@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cursors import Cursors, SkippedRequests
 from nwor_ops.vllm import metrics
+from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent.block_reuse import BlockOwners, to_device
@@ -362,7 +362,7 @@ def _check(vllm_config: Any, logger: Any) -> bool:
     Raises:
         RuntimeError: one state was asked for, but is not supported; with the reason.
     """
-    config = NworConfig.load(vllm_config.additional_config)
+    config = settings_of(vllm_config)
     if not config.recurrent:
         return False
     problem = problem_of(vllm_config)

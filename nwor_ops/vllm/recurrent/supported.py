@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cache import CHUNK_WIDTH, MOST_CHUNK_WINDOW
+from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.hooks import Hook, check_library, check_vllm
 from nwor_ops.vllm.recurrent import models
 from nwor_ops.vllm.recurrent.models import model_of
@@ -198,7 +198,7 @@ def checks_of(vllm_config: Any) -> Iterator[Callable[[], None]]:
     model = model_of(vllm_config)
     yield lambda: check_state_connectors(vllm_config)
     yield lambda: check_one_state(RecordGeometry.of(vllm_config), model.state_dtype(vllm_config))
-    if NworConfig.load(vllm_config.additional_config).chunk:
+    if settings_of(vllm_config).chunk:
         yield lambda: check_chunk(vllm_config, RecordGeometry.of(vllm_config), _capability())
     yield lambda: check_registered(model)
     yield lambda: _check_connector_hooks(vllm_config)
@@ -222,4 +222,4 @@ def problem_of(vllm_config: Any) -> str | None:
 
 def has_one_state(vllm_config: Any) -> bool:
     """Return whether this configuration asks for one state per request and supports it."""
-    return bool(NworConfig.load(vllm_config.additional_config).recurrent) and problem_of(vllm_config) is None
+    return bool(settings_of(vllm_config).recurrent) and problem_of(vllm_config) is None

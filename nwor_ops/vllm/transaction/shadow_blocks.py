@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from nwor_ops.config import NworConfig
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
+from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.hooks import Hook, Patches
 from nwor_ops.vllm.support.refusals import ALL_RECURRENT, SMALL_CACHE, Unsupported
 from nwor_ops.vllm.transaction.supported import check_transaction, is_recurrent
@@ -149,7 +149,7 @@ def patch_scheduler_module(module: ModuleType) -> None:
 def _without_shadow_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
     from vllm.platforms import current_platform
 
-    config = NworConfig.load(vllm_config.additional_config)
+    config = settings_of(vllm_config)
     if config.mode != "stage" or vllm_config.speculative_config is None:
         return kv_cache_config
     try:
