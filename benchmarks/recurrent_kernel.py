@@ -15,7 +15,7 @@ replay 512 MB are read, so that no state is left in L2 and the GPU is busy while
 
 `triton` is `fused_sigmoid_gating_delta_rule_update`. `cuda` is `fused_gdn_decode_post_conv_mtp`, which ends with the
 gated norm, as ours does with `norm`. `decode` is `fused_recurrent_gated_delta_rule_packed_decode`, which keeps one
-state and has no drafts. `copy` copies the bytes of a layer's states. A ratio is the time of the first variant divided
+state and has no drafts. A ratio is the time of the first variant divided
 by that of the second. In the chunk form each request is at another row of its chunk, so each step stores the states of
 as many requests as the next one.
 """
@@ -147,20 +147,10 @@ class Case:
 
         return {"decode": captured(decode)}
 
-    def copy(self) -> dict[str, Callable[[], None]]:
-        shape = (self.layers, self.requests, VALUE_HEADS, WIDTH, WIDTH)
-        source, target = torch.zeros(2, *shape, dtype=self.dtype, device=DEVICE)
-
-        def copy() -> None:
-            for i in range(self.layers):
-                target[i].copy_(source[i])
-
-        return {"copy": captured(copy)}
-
 
 def case_rows(name: str, requests: int, drafts: int, update: Callable[..., object], read: Tensor) -> list[Row]:
     case = Case(requests, drafts, STATES[name])
-    variants = case.ours() | case.theirs(update) | case.copy()
+    variants = case.ours() | case.theirs(update)
     calls = alternating_on_gpu(variants, ROUNDS, lambda: read.sum())
     samples = {variant: [time / case.layers for time in times] for variant, times in calls.items()}
     key, prefix = (name, requests, drafts), f"recurrent_kernel/{name}/{requests}x{drafts}"

