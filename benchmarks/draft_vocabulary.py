@@ -1,6 +1,6 @@
 """Measure the draft vocabulary's device time: an update, and a draft from some rows of a head. It needs a GPU.
 
-    python benchmarks/draft_vocabulary.py [FOLDER]
+    python benchmarks/draft_vocabulary.py [--folder FOLDER]
 
 The head has the shape of Qwen3.5-9B: 248,320 x 4,096 in bfloat16. Tokens follow Zipf's law, as those of a text do. In
 `update/R` each of R requests sampled 1 to 4 tokens. In `update/16+P` a prompt of P tokens came in too. A graph holds 20

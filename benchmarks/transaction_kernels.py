@@ -1,6 +1,6 @@
 """Compare the whole transaction on a GPU with vLLM's plain writer, and shadow pages with a plain copy.
 
-    VLLM_CORE=path/to/vllm/_C_stable_libtorch.abi3.so python benchmarks/transaction_kernels.py [FOLDER]
+    VLLM_CORE=path/to/vllm/_C_stable_libtorch.abi3.so python benchmarks/transaction_kernels.py [--folder FOLDER]
 
 It needs vLLM's compiled core: an installed vLLM, or the path of its library in VLLM_CORE. It takes a minute.
 

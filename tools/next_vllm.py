@@ -44,11 +44,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Sources:
-    """The Python files of one vLLM, by module name.
-
-    Args:
-        path: a wheel, or a folder that contains the folder ``vllm``.
-    """
+    """The Python files of one vLLM, by module name, in a wheel or in a folder that contains the folder ``vllm``."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
@@ -196,13 +192,8 @@ def code(found: list[ast.stmt]) -> str:
 
 @dataclass(frozen=True)
 class Use:
-    """A vLLM name that the plugin needs.
-
-    Attributes:
-        module, name: its module, and its name there, as in :class:`~nwor_ops.vllm.hooks.Hook`.
-        why: "hook", "patch" or "import", and the file of ours for the last two.
-        expected: the parameters that a hook expects; None for the others.
-    """
+    """A vLLM name that the plugin needs. ``why`` is "hook", "patch" or "import", and the file of ours for the last two.
+    ``expected`` are the parameters that a hook expects; None for the others."""
 
     module: str
     name: str
@@ -338,13 +329,7 @@ def _member(sources: Sources, module: str, name: str, rest: list[str], why: str)
 
 @dataclass(frozen=True)
 class Change:
-    """A difference of one name between two vLLMs.
-
-    Attributes:
-        use: the name. ``use.why`` has all uses of it.
-        what: the kind of difference.
-        diff: the changed code, as a unified diff.
-    """
+    """A difference of one name between two vLLMs, its kind and the changed code. ``use.why`` has all uses."""
 
     use: Use
     what: str

@@ -13,15 +13,9 @@ from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
 
 @dataclass(frozen=True)
 class Method:
-    """A drafting method of vLLM, and the tests that run the transaction with it. No method is refused by its name.
-
-    Attributes:
-        name: vLLM's name of the method.
-        v2, v1: cases of tests/support/gpu_cases.py that ran, by CUDA runner.
-        cpu: tests in tests/vllm.
-        versions: vLLM versions that have the method.
-        notes: remarks for the table in docs/reference/support.md, by column (``v2``, ``v1``, ``cpu``).
-    """
+    """A drafting method of vLLM by its name, and the tests that run the transaction with it: cases of
+    tests/support/gpu_cases.py (``v2``, ``v1``: the CUDA runners) and tests in tests/vllm (``cpu``). ``versions`` of
+    vLLM have the method. ``notes`` are remarks for the table in docs/reference/support.md, by column."""
 
     name: str
     v2: tuple[str, ...] = ()
@@ -69,16 +63,8 @@ METHODS = (
 
 @dataclass(frozen=True)
 class ParallelMode:
-    """A parallel mode of vLLM, and the tests that run the transaction with it. ``REFUSALS`` has the refused modes.
-
-    Attributes:
-        name: its name in docs/reference/support.md.
-        modes: supported modes of the transaction.
-        v2, v1: cases of tests/gpu/vllm/test_parallel.py, by runner. Names that end in ``-stage`` run in mode stage.
-            benchmarks/results holds the outcome of each.
-        cpu: tests in tests/vllm.
-        notes: remarks for the table in docs/reference/support.md, by column (``v2``, ``v1``, ``cpu``).
-    """
+    """A parallel mode of vLLM with the supported ``modes`` of the transaction, and the tests that run it: cases of
+    tests/gpu/vllm/test_parallel.py (those that end in ``-stage`` run in mode stage), and tests in tests/vllm."""
 
     name: str
     modes: tuple[str, ...] = MODES
@@ -115,12 +101,8 @@ PARALLEL_MODES = (
 
 @dataclass(frozen=True)
 class ConnectorTests:
-    """The tests of a KV connector.
-
-    Attributes:
-        transaction: the test with the transaction. Empty: not tested; only vLLM's source was read.
-        one_state: cases of tests/support/gpu_cases.py with one recurrent state per request. Empty: not tested.
-    """
+    """The test of a KV connector with the transaction, and its cases of tests/support/gpu_cases.py with one recurrent
+    state per request. Empty: not tested; only vLLM's source was read."""
 
     transaction: str = ""
     one_state: tuple[str, ...] = ()
