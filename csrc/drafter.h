@@ -17,6 +17,7 @@
 #include "drafter_prefill.h"
 #include "drafter_sample.h"
 #include "drafter_slots.h"
+#include "drafter_step_tokens.h"
 #include "drafter_update.h"
 #include "drafter_vocabulary.h"
 
@@ -35,6 +36,7 @@ void register_drafter(Library& m) {
     NWOR_OP(m, copy_expand_inputs, check_expand);
     NWOR_OP(m, extend_queries, check_extend);
     NWOR_OP(m, dcp_local_seq_lens, check_local_seq_lens);
+    NWOR_OP(m, gather_step_tokens, check_step_tokens);
     NWOR_OP(m, update_draft_vocabulary, check_vocabulary);
     NWOR_OP(m, argmax_draft_tokens, check_argmax);
     NWOR_OP(m, expand_draft_logits, check_expand_logits);

@@ -10,16 +10,18 @@ STARTS, DRAFTS = "[num_rows + 1]", "[num_rows, num_speculative_steps]"
 ARGUMENTS = by_name({
     ids(ROWS): "idx_mapping num_sampled num_rejected sampled backup_next_token_ids next_token_ids valid_sampled_count "
     "token_indices_to_sample tokens",
-    ids(TOKENS): "target_input_ids hidden_state_mapping sampled_tokens prompt_tokens",
+    ids(TOKENS): "target_input_ids hidden_state_mapping sampled_tokens prompt_tokens gather_step_tokens.input_ids "
+    "context_tokens",
     ids(STATES): "last_sampled next_prefill_tokens",
     ids(DRAFTS): "draft_tokens",
     ids(f"{DRAFTS} with at least one column"): "prepare_decode_inputs.draft_tokens",
     ids("[num_rows, num_sampled]"): "sampled_token_ids",
+    ids("[num_rows, most sampled tokens] with at least one column"): "gather_step_tokens.sampled_tokens",
     ids("[num_rows] or [num_rows, steps]"): "gumbel_sample.sampled",
     ids("[num_rows * num_new_tokens]"): "new_token_indices",
     int32(ROWS): "target_seq_lens seq_lens local_seq_lens cu_num_draft_tokens prepare_decode_inputs.input_ids "
     "update_draft_inputs.input_ids prepare_inputs_padded.valid_sampled_count",
-    int32(STARTS): "target_query_start_loc query_start_loc",
+    int32(STARTS): "target_query_start_loc query_start_loc cu_num_logits",
     int32(CAPACITY): "input_ids",
     int32("[vocab_size]"): "row_of_token",
     int32("[num_rows / 32]"): "used",

@@ -53,6 +53,7 @@ from nwor_ops.ops import (  # noqa: E402
     eagle_step as eagle_step,
     expand_draft_logits as expand_draft_logits,
     extend_queries as extend_queries,
+    gather_step_tokens as gather_step_tokens,
     gated_delta_fold as gated_delta_fold,
     gated_delta_verify as gated_delta_verify,
     gumbel_sample as gumbel_sample,

@@ -166,6 +166,12 @@ void run(const LocalLensArguments& a, const Cpu&) {
     for (int64_t i = 0; i < a.local.length; ++i) local_lens_row(a, i);
 }
 
+void run(const StepTokensArguments& a, const Cpu&) {
+    check_rows(a, a.rows.count);
+    const int64_t num_real = a.rows.num_real();
+    for (int64_t i = 0; i < a.num_items(); ++i) step_tokens_item(a, i, num_real);
+}
+
 // ---------------------------------------------------------------- draft vocabulary
 
 void run(const VocabularyArguments& a, const Cpu&) {

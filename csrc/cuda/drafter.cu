@@ -107,6 +107,15 @@ __global__ void __launch_bounds__(kThreads) local_lens_kernel(const __grid_const
     local_lens_row(a, item_of_thread());
 }
 
+// Grid: the larger of sampled_tokens and context_tokens.
+__global__ void __launch_bounds__(kThreads)
+    step_tokens_kernel(const __grid_constant__ StepTokensArguments a, const char* report_as) {
+    wait_for_earlier_kernels();
+    const int64_t i = item_of_thread();
+    report_row(a, i, a.rows.count, report_as);
+    step_tokens_item(a, i, a.rows.num_real());
+}
+
 template <class Arguments, class... More>
 void start_items(void (*kernel)(Arguments, More...), const Arguments& a, int64_t items, const Launch& launch,
                  const More&... more) {
@@ -138,6 +147,9 @@ void run(const ExtendArguments& a, const Launch& launch) {
 }
 void run(const LocalLensArguments& a, const Launch& launch) {
     start_items(local_lens_kernel, a, a.local.length, launch);
+}
+void run(const StepTokensArguments& a, const Launch& launch) {
+    start_items(step_tokens_kernel, a, a.num_items(), launch, report_as(a.op));
 }
 
 void run(const SlotArguments& a, const Launch& launch) {

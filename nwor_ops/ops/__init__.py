@@ -38,6 +38,7 @@ from nwor_ops.ops.drafter import (
     eagle_step as eagle_step,
     expand_draft_logits as expand_draft_logits,
     extend_queries as extend_queries,
+    gather_step_tokens as gather_step_tokens,
     gumbel_sample as gumbel_sample,
     prepare_decode_inputs as prepare_decode_inputs,
     prepare_inputs_padded as prepare_inputs_padded,

@@ -595,6 +595,54 @@ def dcp_local_seq_lens(
     """
 
 
+@op(mutates=("sampled_tokens", "context_tokens"))
+def gather_step_tokens(
+    input_ids: Tensor,
+    query_start_loc: Tensor,
+    cu_num_logits: Tensor,
+    idx_mapping: Tensor,
+    num_sampled: Tensor,
+    last_sampled: Tensor,
+    sampled_tokens: Tensor,
+    context_tokens: Tensor,
+) -> None:
+    """Collect the tokens that a step added to its requests, for :func:`update_draft_vocabulary`.
+
+    Request i computed the tokens ``[query_start_loc[i], query_start_loc[i + 1])``. The last ``cu_num_logits[i + 1] -
+    cu_num_logits[i] - 1`` of them are drafts. The target accepted the first ``num_sampled[i] - 1`` drafts, and sampled
+    one more token.
+
+    Args:
+        input_ids: int32 or int64 ``[>= T]``, any stride. Token ids of the target's batch.
+        query_start_loc: int32 ``[>= N + 1]``, contiguous. First token of each request, then the end.
+        cu_num_logits: int32 ``[>= N + 1]``, contiguous. First logit of each request, then the end.
+        idx_mapping: int32 or int64 ``[N]``, any stride. Request-state index; negative in padded rows, which come last.
+        num_sampled: int32 or int64 ``[>= N]``, any stride. Number of tokens that the target sampled; 0 in a prompt
+            chunk.
+        last_sampled: int32 or int64 ``[S]``, any stride, by request-state index. The last sampled token.
+        sampled_tokens: int32 or int64 ``[>= N, >= 1]``, any strides; **mutated**: the accepted drafts of each request,
+            then its last sampled token, then -1. Tokens after the last column are left out.
+        context_tokens: int32 or int64 ``[capacity]``, any stride; **mutated**: the ids that are not drafts, and -1 in
+            all other places.
+
+    Raises:
+        ValueError: as :func:`prepare_prefill_inputs`.
+        TypeError: as :func:`prepare_prefill_inputs`.
+        IndexError: the index of a request that sampled is >= S (on the CPU).
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> int32, int64 = (lambda *v: torch.tensor(v, dtype=torch.int32)), (lambda *v: torch.tensor(v))
+        >>> sampled, context = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
+        >>> ops.gather_step_tokens(  # a request with two drafts, of which one is accepted, and a prompt
+        ...     int32(7, 20, 21, 4, 5, 6), int32(0, 3, 6), int32(0, 3, 4), int64(1, 0), int32(2, 1), int64(8, 30),
+        ...     sampled, context)
+        >>> sampled.tolist(), context.tolist()
+        ([[20, 30, -1], [8, -1, -1]], [7, -1, -1, 4, 5, 6])
+    """
+
+
 @op(mutates=("token_ids", "row_of_token", "weight", "used", "hand", "counters"))
 def update_draft_vocabulary(
     sampled_tokens: Tensor,

@@ -17,6 +17,7 @@ __all__ = [
     "eagle_step",
     "expand_draft_logits",
     "extend_queries",
+    "gather_step_tokens",
     "gumbel_sample",
     "prepare_decode_inputs",
     "prepare_inputs_padded",
@@ -299,6 +300,27 @@ def dcp_local_seq_lens(seq_lens, local_seq_lens, dcp_size, dcp_rank, cp_interlea
     local_seq_lens.zero_()
     for row, length in enumerate(lengths):
         local_seq_lens[row] = sum(1 for token in range(length) if token // cp_interleave % dcp_size == dcp_rank)
+
+
+def gather_step_tokens(
+    input_ids, query_start_loc, cu_num_logits, idx_mapping, num_sampled, last_sampled, sampled_tokens, context_tokens
+) -> None:  # fmt: skip
+    sampled_tokens.fill_(-1)
+    context_tokens.fill_(-1)
+    starts, logits = query_start_loc.tolist(), cu_num_logits.tolist()
+    for row in range(_num_real(idx_mapping, len(idx_mapping))):
+        tokens = list(range(starts[row], starts[row + 1]))
+        num_context = len(tokens) - min(max(logits[row + 1] - logits[row] - 1, 0), len(tokens))
+        for token in tokens[:num_context]:
+            if token < len(context_tokens):
+                context_tokens[token] = input_ids[token]
+        accepted = int(num_sampled[row]) - 1
+        sampled = [int(input_ids[token]) for token in tokens[num_context:]][: max(accepted, 0)]
+        sampled += [-1] * (accepted - len(sampled))
+        if accepted >= 0:
+            sampled.append(int(last_sampled[int(idx_mapping[row])]))
+        for column, token in enumerate(sampled[: sampled_tokens.shape[1]]):
+            sampled_tokens[row, column] = token
 
 
 # ---------------------------------------------------------------- draft vocabulary

@@ -71,6 +71,7 @@ def window(dice: Dice) -> Calls[None]:
     yield from _padded_inputs(dice)
     yield from _eagle(dice, rows)
     yield from _longer_queries(dice, rows)
+    yield from _step_tokens(dice, rows)
     yield from _vocabulary(dice)
     size = dice.size(4, 1)
     lengths = dice.int32(dice.numbers(rows.num_rows, 100, -3))
@@ -182,6 +183,20 @@ def _longer_queries(dice: Dice, rows: Rows) -> Calls[None]:
         starts, dice.int32(rows.seq_lens), expanded[6], expanded[7], dice.table(count, rows.columns),
         dice.poisoned(count + 2), dice.poisoned(count + 1), dice.poisoned(room, dtype=torch.int64), rows.block_size,
         MAX_MODEL_LEN - 2, new - shift, dice.ids(rows.states),
+    ))  # fmt: skip
+
+
+def _step_tokens(dice: Dice, rows: Rows) -> Calls[None]:
+    """A step in which some requests verify drafts, and others compute a prompt."""
+    count, padding = rows.num_rows, [0] * (rows.num_rows - len(rows.lengths))
+    drafts = [dice.number(length - 1) for length in rows.lengths]
+    logits = [dice.choice((0, 1)) if number == 0 else number + 1 for number in drafts]
+    sampled = [dice.number(number) for number in logits]
+    yield Call("gather_step_tokens", (
+        dice.ids(dice.numbers(rows.capacity, 999)), dice.int32(rows.starts(-7)),
+        dice.int32([*accumulate(logits, initial=0), *padding]), dice.ids(rows.states), dice.ids(sampled + padding),
+        dice.ids(dice.numbers(rows.num_states, 999)), dice.poisoned_ids(count + dice.size(2), dice.size(6, 1)),
+        dice.poisoned_ids(rows.capacity + dice.size(3)),
     ))  # fmt: skip
 
 
