@@ -46,6 +46,8 @@ class NworConfig:
         recurrent: keep one recurrent state per request instead of one per draft, for Gated DeltaNet and KDA layers.
             Independent of the mode. ``True`` or ``"exact"``: each token updates the state. ``"chunk"``: outputs come
             from the state at the start of a chunk of 16 tokens, with tensor cores. It sets the rows of the ring.
+        draft_vocabulary: number of tokens that a drafter computes logits of: those that recent requests used. 0 = the
+            whole vocabulary. Independent of the mode.
         ring_rows: with ``recurrent``, the maximum number of accepted tokens that a record holds before their state is
             stored. At least the tokens of a window; both together are at most 32. 0 = every step stores.
     """
@@ -57,6 +59,7 @@ class NworConfig:
     emit_metrics: bool = True
     draft_graphs: bool = False
     recurrent: bool | str = False
+    draft_vocabulary: int = 0
     ring_rows: int = 0
 
     def __post_init__(self) -> None:
@@ -68,6 +71,9 @@ class NworConfig:
                 raise ValueError(f"nwor: {name} must be true or false, got {getattr(self, name)!r}")
         if isinstance(self.ring_rows, bool) or not isinstance(self.ring_rows, int) or not 0 <= self.ring_rows <= 31:
             raise ValueError(f"nwor: ring_rows must be 0 to 31, got {self.ring_rows!r}")
+        rows = self.draft_vocabulary
+        if isinstance(rows, bool) or not isinstance(rows, int) or not 0 <= rows < 2**31:
+            raise ValueError(f"nwor: draft_vocabulary must be a number of tokens, 0 or more, got {rows!r}")
         object.__setattr__(self, "recurrent", _form(self.recurrent))
         if self.chunk and self.ring_rows:
             raise ValueError(
@@ -82,7 +88,7 @@ class NworConfig:
     @property
     def wants_feature(self) -> bool:
         """Whether at least one feature is switched on."""
-        return self.mode != "off" or self.draft_graphs or bool(self.recurrent)
+        return self.mode != "off" or self.draft_graphs or bool(self.recurrent) or self.draft_vocabulary > 0
 
     @property
     def form(self) -> str:
@@ -176,6 +182,10 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
             if value.lower() not in _RECURRENT:
                 raise ValueError(f"nwor: {variable} must be 0, 1, off, exact or chunk, got {value!r}")
             settings[name] = _RECURRENT[value.lower()]
+        elif name == "draft_vocabulary":
+            if not value.isdecimal() or len(value) > 10:
+                raise ValueError(f"nwor: {variable} must be a number of tokens, 0 or more, got {value!r}")
+            settings[name] = int(value)
         elif name == "ring_rows":
             if not value.isdecimal() or len(value) > 2:  # int() refuses very long numbers with another message
                 raise ValueError(f"nwor: {variable} must be 0 to 31, got {value!r}")

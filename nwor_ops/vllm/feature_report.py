@@ -13,8 +13,10 @@ from nwor_ops.config import NworConfig
 from nwor_ops.vllm.support.features import LABELS
 
 OFF, ON, MISSING = "off", "on", "missing"
-TRANSACTION, DRAFT_GRAPHS, RECURRENT = LABELS.values()
-UNDO_LOG, SHADOW_PAGES, GRAPHS, RECORDS = "undo_log", "shadow_pages", "draft_graphs", "records"  # nwor_memory_bytes
+TRANSACTION, DRAFT_GRAPHS, RECURRENT, DRAFT_VOCABULARY = LABELS.values()
+# Parts of nwor_memory_bytes.
+UNDO_LOG, SHADOW_PAGES, GRAPHS, RECORDS = "undo_log", "shadow_pages", "draft_graphs", "records"
+VOCABULARY = "draft_vocabulary"
 
 
 def switched_on(config: NworConfig) -> dict[str, str]:
@@ -23,6 +25,7 @@ def switched_on(config: NworConfig) -> dict[str, str]:
         TRANSACTION: config.mode,
         DRAFT_GRAPHS: ON if config.draft_graphs else OFF,
         RECURRENT: config.form,
+        DRAFT_VOCABULARY: ON if config.draft_vocabulary else OFF,
     }
 
 

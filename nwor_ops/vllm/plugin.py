@@ -36,6 +36,7 @@ from nwor_ops.transaction.counters import set_source
 from nwor_ops.vllm import feature_report, metrics
 from nwor_ops.vllm.audit.engine import audit_engine, audit_states_alone, cache_audit
 from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
+from nwor_ops.vllm.draft_vocabulary import plugin as draft_vocabulary
 from nwor_ops.vllm.environment import announce_variables, settings_of
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import Patches, undo_all, version_problem, when_undone
@@ -43,7 +44,14 @@ from nwor_ops.vllm.recurrent import connectors as recurrent_connectors
 from nwor_ops.vllm.recurrent import plugin as one_state
 from nwor_ops.vllm.recurrent.supported import HOOKS as ONE_STATE_HOOKS
 from nwor_ops.vllm.recurrent.supported import RUNNER_MODULE as V2_RUNNER_MODULE
-from nwor_ops.vllm.support.features import DEVICES, DRAFT_GRAPHS, ONE_STATE, SUPPORTED_VERSIONS, TRANSACTION
+from nwor_ops.vllm.support.features import (
+    DEVICES,
+    DRAFT_GRAPHS,
+    DRAFT_VOCABULARY,
+    ONE_STATE,
+    SUPPORTED_VERSIONS,
+    TRANSACTION,
+)
 from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction import connectors, shadow_blocks
 from nwor_ops.vllm.transaction.layers.back_ends import KIMI_HOOKS
@@ -208,6 +216,7 @@ def _patch_runner_module(module: ModuleType) -> None:
     """Patch a runner class so that it reads its engine's configuration after its cache is bound and before it has a
     drafter."""
     draft_graphs.patch_runner_module(module, _logger())
+    draft_vocabulary.patch_runner_module(module, _logger())
     runner_class = getattr(module, "GPUModelRunner", None)
     if getattr(runner_class, "initialize_kv_cache", None) is None:
         if NworConfig.load().mode != "off":
@@ -237,6 +246,7 @@ def _patch_runner_module(module: ModuleType) -> None:
     def preparing(load: Callable[..., Any]) -> Callable[..., Any]:
         def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
             one_state.prepare(self.vllm_config, _logger())
+            draft_vocabulary.prepare(self.vllm_config, _logger())
             return load(self, *args, **kwargs)
 
         return load_model
@@ -334,6 +344,10 @@ def _feature_report(config: NworConfig, runner: Any) -> dict[str, Any]:
     if drafter is not None:
         active[feature_report.DRAFT_GRAPHS] = feature_report.ON
         memory[feature_report.GRAPHS] = drafter.graphs.bytes
+    vocabulary = draft_vocabulary.vocabulary_of(runner)
+    if vocabulary is not None:
+        active[feature_report.DRAFT_VOCABULARY] = feature_report.ON
+        memory[feature_report.VOCABULARY] = vocabulary.num_bytes
     state = one_state.one_state_of(runner)
     if state is not None:
         active[feature_report.RECURRENT] = state.form
@@ -362,6 +376,7 @@ def check_hooks() -> list[dict[str, Any]]:
     by_feature = {
         TRANSACTION: (*of_runners, *KIMI_HOOKS, *shadow_blocks.HOOKS, *connectors.HOOKS),
         DRAFT_GRAPHS: draft_graphs.HOOKS,
+        DRAFT_VOCABULARY: draft_vocabulary.HOOKS,
         ONE_STATE: ONE_STATE_HOOKS,
     }
     rows = []

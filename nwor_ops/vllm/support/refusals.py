@@ -19,6 +19,7 @@ from nwor_ops.vllm.support.features import (
     DRAFT_BACK_ENDS,
     DRAFT_GRAPHS,
     DRAFT_METHODS,
+    DRAFT_VOCABULARY,
     FUSED_MLA_WRITER,
     KEY_WIDTHS,
     ONE_STATE,
@@ -73,7 +74,8 @@ class Refusal:
 
     Attributes:
         feature: the configuration, as docs/reference/support.md names it.
-        transaction, draft_graphs, one_state: the reason that this feature refuses it. Empty: the feature allows it.
+        transaction, draft_graphs, one_state, draft_vocabulary: the reason that this feature refuses it. Empty: the
+            feature allows it.
         found: tells whether a vLLM configuration has it. None: it is only visible later, in layers, groups or device.
         message: format string of the error message. Empty: the message is ``feature`` and the reason.
         modes: the modes in which the transaction refuses it.
@@ -89,17 +91,23 @@ class Refusal:
     modes: tuple[str, ...] = MODES
     engines: str = ""
     one_state: str = ""
+    draft_vocabulary: str = ""
     change: str = ""
 
     def why(self, use: str) -> str:
         """Return the reason that a feature refuses it, or an empty string."""
-        return {TRANSACTION: self.transaction, DRAFT_GRAPHS: self.draft_graphs, ONE_STATE: self.one_state}[use]
+        return {
+            TRANSACTION: self.transaction,
+            DRAFT_GRAPHS: self.draft_graphs,
+            ONE_STATE: self.one_state,
+            DRAFT_VOCABULARY: self.draft_vocabulary,
+        }[use]
 
     def reasons(self) -> str:
         """Return all reasons in one line, with the modes and engines that each applies to."""
         modes = ", ".join(filter(None, [*self.modes, self.engines]))
-        by_use = {modes: self.transaction, DRAFT_GRAPHS: self.draft_graphs, ONE_STATE: self.one_state}
-        return "; ".join(f"{use}: {why}" for use, why in by_use.items() if why)
+        by_use = {use: self.why(use) for use in (TRANSACTION, DRAFT_GRAPHS, ONE_STATE, DRAFT_VOCABULARY)}
+        return "; ".join(f"{modes if use == TRANSACTION else use}: {why}" for use, why in by_use.items() if why)
 
     def because(self, **values: Any) -> Unsupported:
         """Return the exception, with these values filled in to the message."""
@@ -226,6 +234,16 @@ OTHER_MODEL = Refusal(
     one_state="they have not been tried, or their recurrent layers use other kernels",
     message="one state per request: model {architecture} has not been tried, or its recurrent layers use other "
     "kernels; supported are {supported}")
+DRAFT_METHOD = Refusal(
+    "speculation with another method than MTP, EAGLE and draft models",
+    draft_vocabulary="its drafts are not sampled by vLLM's `sample_draft`",
+    message="speculation by {method}: a draft vocabulary is for MTP, EAGLE and draft models", engines="runner V2",
+    change='"method" in --speculative-config')
+HEAD = Refusal(
+    "a drafter whose output head is quantized, has a bias or another dtype, or has not all of the target's tokens "
+    "(EAGLE-3, DSpark, DFlash)",
+    draft_vocabulary="its rows cannot be copied, or do not belong to the target's tokens",
+    message="the drafter's logits cannot be computed from copied rows: {what}", engines="runner V2")
 NOT_ONE_STATE = Refusal(
     "recurrent layers other than vLLM's Gated DeltaNet for Qwen and OLMo hybrid, and KDA for Kimi Linear, "
     "GLM-5.3-Flash and Bailing V3 (for example Mamba, other short convolutions)",
@@ -304,6 +322,7 @@ REFUSALS = (
         change="--pipeline-parallel-size 1"),
     Refusal(_PIPELINE, "a rank before the last learns only in a later step which drafts were accepted, and a shadow "
             "page serves one step", _NOT_TRIED, _in_stages, one_state=_NOT_TRIED,
+            draft_vocabulary=_NOT_TRIED,
             modes=("stage",),
         change="--pipeline-parallel-size 1"),
     Refusal(f"{_PIPELINE} with KV connectors",
@@ -317,7 +336,7 @@ REFUSALS = (
     HYBRID_PIPELINE,
     Refusal("prefill context parallelism", "its slot mappings are computed inside the forward",
             "its batches are split on the host", _has(_PARALLEL + "prefill_context_parallel_size", above=1),
-            one_state=_NOT_TRIED,
+            one_state=_NOT_TRIED, draft_vocabulary="a rank sees a part of the step's tokens",
         change="--prefill-context-parallel-size 1"),
     Refusal("decode context parallelism",
             "with drafts, vanilla vLLM 0.33 generates wrong tokens (FLASH_ATTN, FLASH_ATTN_MLA), so there is no "
@@ -339,6 +358,7 @@ REFUSALS = (
         change='"enable_adaptive_verification": false in --speculative-config'),
     Refusal("model runner V1", "", "", lambda config: not config.use_v2_model_runner,
             one_state="it builds batches and copies states between blocks in another way",
+            draft_vocabulary="its drafters sample in other code",
         change="VLLM_USE_V2_MODEL_RUNNER=1"),
     OTHER_MODEL,
     Refusal("Kimi Linear with Kimi K3's gate (`use_full_rank_gate`)", "", "", _has_other_gate,
@@ -355,8 +375,8 @@ REFUSALS = (
     Refusal("HiSparse", "it writes to its own slots", found=_has("attention_config.hisparse_config"), engines=_CUDA,
         change="--attention-config"),
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, OTHER_SIZE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER,
-    SPLIT_BLOCKS, COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, TAKEN_CLASS, STATE,
-    CHUNK_FORM,
+    SPLIT_BLOCKS, COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, DRAFT_METHOD, HEAD, NOT_ONE_STATE, TAKEN_CLASS,
+    STATE, CHUNK_FORM,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
             draft_graphs="TRITON_MLA, FlashMLA and CUTLASS MLA treat the first pass as a prompt, whose context vLLM "
             "0.33 bounds on the host; FLASH_ATTN_MLA, with a graph per step, stopped with an illegal memory access; "
@@ -378,6 +398,7 @@ REFUSALS = (
         change="without --watermark-config"),
     Refusal("weight offloading", "", _NOT_TRIED,
             _has("offload_config.uva.cpu_offload_gb", "offload_config.prefetch.offload_group_size"),
+            draft_vocabulary="the rows of an output head in host memory cannot be copied by a kernel",
         change="without --cpu-offload-gb"),
 )
 # fmt: on

@@ -1,0 +1,1 @@
+"""Draft vocabulary: a drafter computes logits only of tokens that recent requests used."""
