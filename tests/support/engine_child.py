@@ -406,6 +406,7 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         ),
         "recorded_layers": [name for audit in audits for name in audit.recorded_layers],
         "draft_graphs": [report.as_dict() for report in _draft_graphs()],
+        "draft_vocabulary": _describe_vocabulary(runner),
         "one_state": [
             {"describe": state.describe(), "audit": state.listener.summary() if state.listener else None}
             for state in _one_states()
@@ -424,3 +425,23 @@ def describe_worker(worker: Any) -> dict[str, Any]:
             for session in _sessions()
         ],
     }
+
+
+def _describe_vocabulary(runner: Any) -> list[dict[str, Any]]:
+    """Return the counters of the runner's draft vocabulary, and whether its maps and rows agree with the head."""
+    from nwor_ops.vllm.draft_vocabulary.plugin import vocabulary_of
+
+    owner = vocabulary_of(runner)
+    reports = []
+    for vocabulary in owner.vocabularies.values() if owner is not None else ():
+        tokens = vocabulary.token_ids - vocabulary.first_token
+        rows = vocabulary.row_of_token[tokens].tolist()
+        is_copy = bool((vocabulary.weight == vocabulary.head[tokens]).all())
+        reports.append(
+            {
+                "counters": vocabulary.counters.tolist(),
+                "consistent": is_copy and rows == list(range(len(rows))),
+                "errors": dict(owner.errors.counts),
+            }
+        )
+    return reports

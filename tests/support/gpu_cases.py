@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nwor_ops.testing.tiny_llama import VOCABULARY
+
 COW = {"mode": "cow", "audit": True}
 STAGE = {"mode": "stage", "audit": True}
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -1232,3 +1234,68 @@ ONE_STATE_REFUSALS = [
          {"model": "@kimi", "gdn_prefill_backend": None, "speculative_config": None}, V2 | CHUNK),
     )
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- draft vocabulary
+
+# Rows of the tiny models' heads, a quarter of their tokens.
+ROWS = VOCABULARY // 4
+
+
+def _vocabulary(name: str, rows: int = ROWS, nwor: dict[str, Any] | None = None, **more: Any) -> Case:
+    settings = {"mode": "off", "draft_vocabulary": rows} | (nwor or {})
+    return _case(f"vocabulary-{name}", nwor=settings, **{"method": "eagle", "graphs": "any"} | more)
+
+
+def _vocabularies() -> Iterator[Case]:
+    """Yield cases of the draft vocabulary. ``-k vocabulary-`` selects them."""
+    gdn = {"method": "mtp", "model": "@qwen3_5_mtp", "worker_extension_cls": "gpu_worker_hybrid.Worker",
+           "block_size": None, "num_gpu_blocks_override": 192, "may_differ": 1}  # fmt: skip
+    random = {"draft_sample_method": "probabilistic"}
+    for method in ("eagle", "draft_model"):
+        yield _vocabulary(method, method=method)
+        yield _vocabulary(f"{method}-whole", VOCABULARY, method=method)
+        yield _vocabulary(f"{method}-random", speculative_config=METHODS[method] | random, same_tokens=False,
+                          use={"temperature": 1.0})  # fmt: skip
+    for graphs in ("eager", "piecewise", "full"):
+        yield _vocabulary(f"eagle-{graphs}", graphs=graphs)
+    yield _vocabulary("graphs", method="draft_model", nwor={"draft_graphs": True})
+    yield _vocabulary("graphs-random", nwor={"draft_graphs": True}, same_tokens=False, use={"temperature": 1.0},
+                      speculative_config=RANDOM_DRAFT)  # fmt: skip
+    yield _vocabulary("mla-mtp", backend="TRITON_MLA", method="mtp", model="@mla_mtp")
+    yield _vocabulary("gdn-mtp", **gdn)
+    yield _vocabulary("gdn-mtp-recurrent", nwor={"recurrent": True}, **gdn)
+    yield _vocabulary("gdn-mtp-chunk-cow", nwor={"recurrent": "chunk", "mode": "cow"}, same_tokens=False, **gdn)
+    yield _vocabulary("stage", nwor={"mode": "stage"}, same_tokens=False)
+    yield _vocabulary("adaptive", backend="TRITON_ATTN",
+                      speculative_config=EAGLE | {"enable_adaptive_verification": True}, use=STEEP)  # fmt: skip
+    yield _vocabulary("dynamic", speculative_config=EAGLE | DYNAMIC["v2"])
+    yield _vocabulary("preemption", num_gpu_blocks_override=22, max_model_len=192, use={"max_tokens": 80},
+                      expect={"metric:num_preemptions": 1})  # fmt: skip
+    yield _vocabulary("prefix-caching", enable_prefix_caching=True, use={"shared_prefix": 48, "rounds": 2},
+                      expect={"metric:prefix_cache_hits": 1})  # fmt: skip
+    yield _vocabulary("chunked-prefill", max_num_batched_tokens=48, use={"shared_prefix": 90})
+    yield _vocabulary("abort", use={"abort": {10: [0, 2], 16: [5]}})
+    yield _vocabulary("not-async", async_scheduling=False)
+    yield _vocabulary("lora", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@llama_lora"},
+                      method="draft_model")  # fmt: skip
+    yield _vocabulary("sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
+    yield _vocabulary("memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
+
+
+VOCABULARY_CASES = list(_vocabularies())
+
+
+def _refused_vocabulary(name: str, because: str, environment: dict[str, str] = V2, **engine: Any) -> Refusal:
+    settings = _engine(method=engine.pop("method", "eagle")) | engine
+    nwor = {"mode": "off", "draft_vocabulary": ROWS}
+    return Refusal(f"refused-vocabulary-{name}", because, settings, environment, nwor)
+
+
+VOCABULARY_REFUSALS = [
+    _refused_vocabulary("ngram_gpu", "is for MTP, EAGLE and draft models", method="ngram_gpu"),
+    _refused_vocabulary("v1", "model runner V1", V1),
+    _refused_vocabulary(
+        "quantized", "its output head is quantized", speculative_config=EAGLE | {"draft_lm_head_quantization": "fp8"}
+    ),
+]
