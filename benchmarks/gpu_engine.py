@@ -14,6 +14,7 @@ serve``: prefix caching, CUDA graphs, asynchronous scheduling.
     bfloat16          bfloat16 recurrent states
     no_prefix         no prefix caching
     triton            the Triton prefill of recurrent layers
+    fp8_head          an fp8 copy of the output head for the drafter (vLLM's draft_lm_head_quantization)
     eagle             an EAGLE head in place of the model's own drafter
     v1                vLLM's V1 model runner
 
@@ -215,6 +216,7 @@ class Side:
         engine: arguments of ``vllm.LLM``.
         num_drafts: K. None: that of the model.
         method: "eagle"; None: that of the model.
+        speculation: more fields of the speculative configuration.
         runner: vLLM's model runner.
     """
 
@@ -223,6 +225,7 @@ class Side:
     num_drafts: int | None = None
     method: str | None = None
     runner: str = "v2"
+    speculation: Mapping[str, Any] = field(default_factory=dict)
 
     def __or__(self, other: Side) -> Side:
         return Side(
@@ -231,6 +234,7 @@ class Side:
             self.num_drafts if other.num_drafts is None else other.num_drafts,
             other.method or self.method,
             "v1" if "v1" in (self.runner, other.runner) else "v2",
+            {**self.speculation, **other.speculation},
         )
 
 
@@ -246,6 +250,7 @@ WORDS = {
     "no_prefix": Side(engine={"enable_prefix_caching": False}),
     "triton": Side(engine={"gdn_prefill_backend": "triton"}),
     "eagle": Side(method="eagle"),
+    "fp8_head": Side(speculation={"draft_lm_head_quantization": "fp8"}),
     "v1": Side(runner="v1"),
 }
 
@@ -307,7 +312,7 @@ def job_of(model: Model, side: Side, folder: pathlib.Path, cache_gib: float, acc
         if model is not SMALL:
             rates = [round(acceptance**position, 4) for position in range(1, num_drafts + 1)]
             speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
-        engine["speculative_config"] = speculation
+        engine["speculative_config"] = {**speculation, **side.speculation}
     tokens = (16, 32) if model is SMALL else (PROMPT_TOKENS, OUTPUT_TOKENS)
     return {
         "engine": engine,

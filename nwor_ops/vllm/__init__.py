@@ -12,7 +12,8 @@ It is off unless a setting turns it on: ``VLLM_NWOR_MODE``, ``VLLM_NWOR_DRAFT_GR
   the start and the end of a step in vLLM's two model runners.
 - ``audit``: checks every byte at every step.
 - ``recurrent``: keeps one recurrent state per request.
-- ``drafter``: runs a draft model in CUDA graphs.
+- ``draft_graphs``: runs a draft model in CUDA graphs.
+- ``draft_vocabulary``: computes a drafter's logits only of tokens that recent requests used.
 - ``metrics``: publishes the counters, and compares them with the scheduler's.
 - ``feature_report``: asks the workers at start-up whether the features that the engine asked for are active.
 - ``check``: predicts which features an engine will have, before it starts.
@@ -20,6 +21,7 @@ It is off unless a setting turns it on: ``VLLM_NWOR_MODE``, ``VLLM_NWOR_DRAFT_GR
 
 from nwor_ops.vllm.draft_graphs.plugin import draft_graph_reports
 from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
+from nwor_ops.vllm.draft_vocabulary.plugin import draft_vocabularies
 from nwor_ops.vllm.plugin import check_hooks, register, sessions, unload
 from nwor_ops.vllm.recurrent.plugin import OneState, one_states
 
@@ -28,6 +30,7 @@ __all__ = [
     "OneState",
     "check_hooks",
     "draft_graph_reports",
+    "draft_vocabularies",
     "one_states",
     "register",
     "sessions",

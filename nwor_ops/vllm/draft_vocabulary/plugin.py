@@ -12,6 +12,7 @@ the model stay as they are.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -50,6 +51,19 @@ HOOKS = (
 _ATTRIBUTE = "nwor_draft_vocabulary"  # of a speculator
 _TRIAL_LOGITS = 7
 _patches = Patches(DRAFT_VOCABULARY)
+_owners: weakref.WeakSet[SpeculatorVocabulary] = weakref.WeakSet()
+
+
+def draft_vocabularies() -> list[SpeculatorVocabulary]:
+    """Return the draft vocabularies of this process's engines. Engines in other processes are not included.
+
+    Example:
+        Here no engine runs.
+
+        >>> [owner.describe() for owner in nwor_ops.vllm.draft_vocabularies()]
+        []
+    """
+    return [owner for owner in _owners if owner.vocabularies]
 
 
 def vocabulary_of(runner: Any) -> SpeculatorVocabulary | None:
@@ -213,6 +227,7 @@ class SpeculatorVocabulary:
         self.errors = Errors.by_setting(config, logger, "with the draft vocabulary of the step before")
         self._speculator, self._config, self._logger = speculator, config, logger
         self._tp_size = self._part_rows = self._vocab_size = 0
+        _owners.add(self)
         Patches(DRAFT_VOCABULARY).put_methods(speculator, self, ("load_model",))
 
     @property
@@ -225,6 +240,11 @@ class SpeculatorVocabulary:
         """Bytes of all tensors."""
         tensors = [tensor for vocabulary in self.vocabularies.values() for tensor in vocabulary.tensors().values()]
         return sum(tensor.nbytes for tensor in tensors)
+
+    def describe(self) -> str:
+        """Return the number of tokens and the memory, for the start-up line."""
+        rows = len(self.first.token_ids) * self._tp_size
+        return f"{rows:,} of {self._vocab_size:,} tokens, {self.num_bytes / 2**20:.0f} MiB on each rank"
 
     def reload(self) -> None:
         """Copy the rows again, because the head may have other weights."""
@@ -255,12 +275,7 @@ class SpeculatorVocabulary:
         steps, requests = self._speculator.num_speculative_steps, self._speculator.max_num_reqs
         self._sampled = torch.empty(requests, steps + 1, dtype=torch.int64, device=device)
         self._context = torch.empty(self._speculator.max_num_tokens, dtype=torch.int64, device=device)
-        self._logger.info(
-            "nwor: draft vocabulary: active, %d of %d tokens, %.0f MiB on each rank",
-            len(self.first.token_ids) * self._tp_size,
-            self._vocab_size,
-            self.num_bytes / 2**20,
-        )
+        self._logger.info("nwor: draft vocabulary: active, %s", self.describe())
 
     def _add_head(self, head: Any, name: str) -> None:
         shard = head.shard_indices
