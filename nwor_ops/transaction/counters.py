@@ -122,6 +122,8 @@ class EngineStats:
         one_state_steps: steps with windows and one recurrent state per request.
         one_state_skipped_requests: requests that such a step skipped, because their accepted count was invalid. Their
             outputs are zeros. Each request counts once per step and KV-cache group. Any value above 0 is a fault.
+        draft_vocabulary_tokens: tokens that the target sampled, with a draft vocabulary.
+        draft_vocabulary_missed: those of them that were not in the set, so that they could not be drafted.
 
     Example:
         >>> import nwor_ops
@@ -140,6 +142,8 @@ class EngineStats:
     draft_eager_passes: int = 0
     one_state_steps: int = 0
     one_state_skipped_requests: int = 0
+    draft_vocabulary_tokens: int = 0
+    draft_vocabulary_missed: int = 0
     host_seconds: float = 0.0
     draft_host_seconds: float = 0.0
     one_state_host_seconds: float = 0.0

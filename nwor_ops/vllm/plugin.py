@@ -329,6 +329,9 @@ def _start_metrics(runner: Any) -> None:
     if config.wants_feature:
         metrics.start(runner, lambda: _feature_report(config, alive()), config.emit_metrics, _logger())
         metrics.publish(runner, runner, draft_graphs.counts)
+        vocabulary = draft_vocabulary.vocabulary_of(runner)
+        if vocabulary is not None:
+            metrics.publish(runner, vocabulary, type(vocabulary).counts, lambda owner: owner.first.counters)
 
 
 def _feature_report(config: NworConfig, runner: Any) -> dict[str, Any]:

@@ -1243,14 +1243,17 @@ ROWS = VOCABULARY // 4
 
 
 def _vocabulary(name: str, rows: int = ROWS, nwor: dict[str, Any] | None = None, **more: Any) -> Case:
+    """Return a case. Other drafts are accepted than in the vanilla engine, so batches have other sizes, in which one of
+    two close logits may win that did not win before."""
     settings = {"mode": "off", "draft_vocabulary": rows} | (nwor or {})
-    return _case(f"vocabulary-{name}", nwor=settings, **{"method": "eagle", "graphs": "any"} | more)
+    return _case(f"vocabulary-{name}", nwor=settings, **{"method": "eagle", "graphs": "any", "may_differ": 2} | more)
 
 
 def _vocabularies() -> Iterator[Case]:
     """Yield cases of the draft vocabulary. ``-k vocabulary-`` selects them."""
-    gdn = {"method": "mtp", "model": "@qwen3_5_mtp", "worker_extension_cls": "gpu_worker_hybrid.Worker",
-           "block_size": None, "num_gpu_blocks_override": 192, "may_differ": 1}  # fmt: skip
+    gdn = {"method": "mtp", "model": "@gdn_mtp", "gdn_prefill_backend": "triton",
+           "worker_extension_cls": "gpu_worker_hybrid.Worker", "block_size": None, "num_gpu_blocks_override": 192,
+           "may_differ": 6}  # fmt: skip
     random = {"draft_sample_method": "probabilistic"}
     for method in ("eagle", "draft_model"):
         yield _vocabulary(method, method=method)

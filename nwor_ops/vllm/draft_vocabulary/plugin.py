@@ -25,6 +25,7 @@ from nwor_ops.config import NworConfig
 from nwor_ops.drafter.vocabulary import DraftVocabulary
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import Hook, Patches, check_library, check_vllm
+from nwor_ops.vllm.metrics.names import by_reason
 from nwor_ops.vllm.support.features import DRAFT_VOCABULARY, NO_SPECULATION
 from nwor_ops.vllm.support.refusals import DRAFT_METHOD, HEAD, Unsupported, check_engine
 
@@ -240,6 +241,15 @@ class SpeculatorVocabulary:
         """Bytes of all tensors."""
         tensors = [tensor for vocabulary in self.vocabularies.values() for tensor in vocabulary.tensors().values()]
         return sum(tensor.nbytes for tensor in tensors)
+
+    def counts(self, sampled: int, missed: int) -> dict[str, int]:
+        """Return the counts for the metrics.
+
+        Args:
+            sampled, missed: the counters of the vocabulary, read from the device.
+        """
+        counts = {"draft_vocabulary_tokens": sampled, "draft_vocabulary_missed": missed}
+        return counts | by_reason("errors", self.errors.counts)
 
     def describe(self) -> str:
         """Return the number of tokens and the memory, for the start-up line."""

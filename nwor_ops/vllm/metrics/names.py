@@ -30,6 +30,14 @@ METRICS = {
         "nwor_one_state_skipped_requests",
         "Number of requests skipped because their counts are invalid, per KV-cache group. Should be 0.",
     ),
+    "draft_vocabulary_tokens": (
+        "nwor_draft_vocabulary_tokens",
+        "Number of tokens that the target sampled, with a draft vocabulary.",
+    ),
+    "draft_vocabulary_missed": (
+        "nwor_draft_vocabulary_missed",
+        "Number of these tokens that were outside the draft vocabulary, so that no drafter could propose them.",
+    ),
     "errors": (
         "nwor_errors",
         "Number of errors of nwor_ops after which the engine went on, by reason. Should be 0.",
