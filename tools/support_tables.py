@@ -23,6 +23,7 @@ from nwor_ops.vllm.support.features import (
     DRAFT_BACK_ENDS,
     DRAFT_GRAPHS,
     DRAFT_METHODS,
+    DRAFT_VOCABULARY,
     ONE_STATE,
     SUPPORTED_VERSIONS,
     TRANSACTION,
@@ -50,13 +51,20 @@ def _classes(impls: Iterable[str]) -> str:
 
 
 def supported() -> str:
-    """Return the table by engine, for draft graphs and for one recurrent state per request."""
+    """Return the table by engine, for draft graphs, one recurrent state per request and the draft vocabulary."""
     versions = ", ".join(SUPPORTED_VERSIONS[TRANSACTION])
-    others = (", ".join(SUPPORTED_VERSIONS[use]) for use in (DRAFT_GRAPHS, ONE_STATE))
+    others = (", ".join(SUPPORTED_VERSIONS[use]) for use in (DRAFT_GRAPHS, ONE_STATE, DRAFT_VOCABULARY))
     cuda = f"{_classes(PACKED_IMPLS)}; MLA: {_classes(LATENT_IMPLS)}"
     rows = (
-        ("", "CUDA, runner V1 or V2", "CPU engine", "draft graphs (CUDA)", "one recurrent state (CUDA, V2)"),
-        ("---",) * 5,
+        (
+            "",
+            "CUDA, runner V1 or V2",
+            "CPU engine",
+            "draft graphs (CUDA)",
+            "one recurrent state (CUDA, V2)",
+            "draft vocabulary (CUDA, V2)",
+        ),
+        ("---",) * 6,
         (
             "vLLM",
             versions,
@@ -69,6 +77,7 @@ def supported() -> str:
             "the same",
             "; ".join(f"{runner}: {_code(names)}" for runner, names in DRAFT_METHODS.items()),
             "any method, or none",
+            "MTP, EAGLE-1/2, draft models",
         ),
         (
             "recurrent layers of hybrid models",
@@ -76,8 +85,9 @@ def supported() -> str:
             "left to vLLM",
             "",
             "the models below",
+            "any",
         ),
-        ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS), "any"),
+        ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS), "any", "any"),
     )
     models = f"One recurrent state is supported for these models: {_code(MODELS)}."
     return "\n".join((*(_row(*row) for row in rows), "", models))
@@ -173,6 +183,7 @@ def refused() -> str:
             (modes, refusal.transaction),
             ("draft graphs", refusal.draft_graphs),
             ("one recurrent state", refusal.one_state),
+            ("draft vocabulary", refusal.draft_vocabulary),
         )
         said = "<br>".join(f"{feature}: {reason}" for feature, reason in reasons if reason)
         rows.append((refusal.feature, said, f"`{refusal.change}`" if refusal.change else ""))

@@ -69,6 +69,17 @@ class DraftVocabulary:
         if head.requires_grad:
             raise RuntimeError("DraftVocabulary: head must not require a gradient; pass head.detach()")
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name: what must survive if an engine frees its memory."""
+        return {
+            "weight": self.weight,
+            "token_ids": self.token_ids,
+            "row_of_token": self.row_of_token,
+            "counters": self.counters,
+            "used": self._used,
+            "hand": self._hand,
+        }
+
     def update(self, tokens: Tensor, prompt_tokens: Tensor | None = None) -> None:
         """Take in the tokens of a step. Call it once per step, before the first draft.
 

@@ -31,6 +31,7 @@ class Drafter(torch.nn.Module):
             self.logits_processor = LogitsProcessor(VOCABULARY, soft_cap=5.0, scale=2.0)
         generator = torch.Generator().manual_seed(0)
         self.lm_head.weight.data.copy_(torch.randn(self.lm_head.weight.shape, generator=generator))
+        self.lm_head.quant_method.process_weights_after_loading(self.lm_head)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits = self.logits_processor(self.lm_head, hidden_states * 3)

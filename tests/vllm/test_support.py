@@ -24,7 +24,7 @@ from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
 
 from nwor_ops.vllm.recurrent.supported import check_state_connectors
 from nwor_ops.vllm.support.connectors import CONNECTORS
-from nwor_ops.vllm.support.features import DRAFT_GRAPHS, ONE_STATE, TRANSACTION
+from nwor_ops.vllm.support.features import DRAFT_GRAPHS, LABELS
 from nwor_ops.vllm.support.refusals import REFUSALS, Refusal, Unsupported, check_engine
 from nwor_ops.vllm.transaction.supported import check_connectors, check_partial_tails, check_scheduler
 
@@ -235,7 +235,7 @@ def test_all_reasons_of_a_refusal_are_named() -> None:
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.feature)
 def test_a_refusal_has_a_reason_and_a_message_that_can_be_formatted(refusal: Refusal) -> None:
     assert refusal.reasons()
-    assert any(refusal.why(use) for use in (TRANSACTION, DRAFT_GRAPHS, ONE_STATE))
+    assert any(refusal.why(use) for use in LABELS)
     names = [name for _, name, _, _ in string.Formatter().parse(refusal.message) if name]
     filled = str(refusal.because(**{name: f"<{name}>" for name in names}))
     assert all(f"<{name}>" in filled for name in names)
