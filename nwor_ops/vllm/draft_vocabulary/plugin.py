@@ -23,6 +23,7 @@ from torch import Tensor
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
 from nwor_ops.drafter.vocabulary import DraftVocabulary
+from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import Hook, Patches, check_library, check_vllm
 from nwor_ops.vllm.metrics.names import by_reason
@@ -110,7 +111,7 @@ def check_config(vllm_config: Any, device_type: str) -> None:
 
 def prepare(vllm_config: Any, logger: Any) -> None:
     """Refuse an engine that asks for a draft vocabulary and cannot have it, before it loads weights."""
-    config = NworConfig.load(vllm_config.additional_config)
+    config = settings_of(vllm_config)
     if not config.draft_vocabulary:
         return
     if vllm_config.speculative_config is None:
@@ -128,7 +129,7 @@ def _refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
 
 
 def _attach(speculator: Any, vllm_config: Any, device: Any, logger: Any) -> None:
-    config = NworConfig.load(vllm_config.additional_config)
+    config = settings_of(vllm_config)
     if not config.draft_vocabulary:
         return
     try:
