@@ -1,13 +1,11 @@
 """Argument checks of the classes: an error names the argument, before anything changes.
 
-The ops check their own arguments in C++. These checks are for constructors. They are also for methods that pass an
-argument to no op, or under another name. :func:`explained` runs only after a failure, so a successful step costs
-nothing.
+The ops check their own arguments in C++. These checks are for constructors, and for methods that pass an argument to no
+op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -58,20 +56,6 @@ def function(what: str, value: object) -> None:
         raise TypeError(f"{what} must be callable, got {shown(value)}")
 
 
-def items(what: str, values: Any, wanted: str) -> list[Any]:
-    """Return the values of an argument as a list. ``wanted`` describes them. A text is not taken for its letters.
-
-    Raises:
-        TypeError: the argument is not iterable.
-    """
-    try:
-        if not isinstance(values, (str, bytes)):
-            return list(values)
-    except TypeError:
-        pass
-    raise TypeError(f"{what} must be a list of {wanted}, got {shown(values)}")
-
-
 def tensor(
     what: str,
     value: object,
@@ -109,12 +93,6 @@ def distinct_elements(what: str, value: Tensor) -> None:
         extent += (size - 1) * stride
 
 
-def tensors(method: str, **arguments: object) -> None:
-    """Raise TypeError for the first argument of a method that is not a tensor."""
-    for name, value in arguments.items():
-        tensor(f"{method}: {name}", value)
-
-
 def device(what: str, value: Any) -> torch.device:
     """Return a device, given as a device or by name; ``"cuda"`` is the current one.
 
@@ -148,18 +126,6 @@ def token_offset(method: str, value: Any, num_tokens: int, max_num_tokens: int) 
             f"{method}: token_offset must be 0 to {most} for {num_tokens} of {max_num_tokens} tokens "
             f"(max_num_tokens), got {value}"
         )
-
-
-def explained(error: BaseException, check: Callable[..., None], *arguments: Any, **named: Any) -> BaseException:
-    """Return the exception to raise after a failed call.
-
-    It is the error of ``check`` if that finds an invalid argument; otherwise the original exception.
-    """
-    try:
-        check(*arguments, **named)
-    except (TypeError, ValueError) as reason:
-        return reason
-    return error
 
 
 class BoundToMemory:

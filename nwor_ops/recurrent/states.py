@@ -311,7 +311,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 "torch.compile traces this call; call it from a custom op instead"
             )
         if not traced:
-            validation.tensors("verify", q=q, v=v)
+            validation.tensor("verify: q", q)
+            validation.tensor("verify: v", v)
             self._require_window("verify", name, q)
             counted = not is_capturing(q)  # a capture runs nothing
             if counted and name in self._verified:
