@@ -57,18 +57,18 @@ QUIET = {
 AT = {"NworEagerPasses": "35m"}  # it must last; the others are evaluated after 8 minutes
 
 
-def test_the_rules_are_valid() -> None:
+def test_rules_are_valid() -> None:
     done = promtool("check", "rules", str(ALERTS))
     assert done.returncode == 0, done.stderr
     assert f"SUCCESS: {len(RULES)} rules found" in done.stdout
 
 
 @pytest.mark.parametrize("alert", FIRES)
-def test_an_alert_fires(alert: str, tmp_path: pathlib.Path) -> None:
+def test_alert_fires(alert: str, tmp_path: pathlib.Path) -> None:
     fired(tmp_path, FIRES[alert], AT.get(alert, "8m"), alert)
 
 
-def test_no_alert_fires_while_all_is_well(tmp_path: pathlib.Path) -> None:
+def test_no_alert_fires_without_cause(tmp_path: pathlib.Path) -> None:
     fired(tmp_path, QUIET, "35m")
 
 
@@ -87,7 +87,7 @@ def fired(folder: pathlib.Path, series: dict[str, str], at: str, *expected: str)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_alert_is_tried_and_has_an_entry_in_the_runbook() -> None:
+def test_every_alert_is_in_the_runbook() -> None:
     alerts = [rule["alert"] for rule in RULES]
     assert alerts == list(FIRES)
     runbook = (ALERTS.parents[1] / "operate.md").read_text()
@@ -95,7 +95,7 @@ def test_every_alert_is_tried_and_has_an_entry_in_the_runbook() -> None:
     assert set(re.findall(r"^### (Nwor\w+)$", runbook, re.MULTILINE)) == set(alerts)
 
 
-def test_the_rules_and_the_dashboard_are_about_metrics_that_exist() -> None:
+def test_rules_and_dashboard_use_existing_metrics() -> None:
     text = ALERTS.read_text() + DASHBOARD.read_text()
     named = set(re.findall(r"\bnwor_\w+", text)) - {"nwor_ops"}
     assert named - NAMES == set()

