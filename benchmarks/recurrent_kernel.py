@@ -74,11 +74,10 @@ class Case:
 
     def ours(self, norms: tuple[bool, ...] = (False, True), chunk: int = 0) -> dict[str, Callable[[], None]]:
         slots, rows = self.requests + 1, self.rows
-        ring = chunk + rows - 1 if chunk else 0
-        halves, all_rows = (1, ring + rows) if ring else (2, rows)
+        halves, all_rows = (1, chunk - 1 + 2 * rows) if chunk else (2, rows)
         plan = torch.zeros(self.requests, 4, dtype=torch.int32, device=DEVICE)
-        cursors = torch.zeros(slots, 3 if ring else 2, dtype=torch.int32, device=DEVICE)
-        if ring:  # a window of each request, behind some accepted rows
+        cursors = torch.zeros(slots, 3 if chunk else 2, dtype=torch.int32, device=DEVICE)
+        if chunk:  # a window of each request, behind some accepted rows
             cursors[:, 0], cursors[:, 2] = rows, torch.arange(slots) % chunk
         window_id = torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
@@ -93,15 +92,13 @@ class Case:
         ran = torch.zeros(self.layers, 1, dtype=torch.int64, device=DEVICE)
 
         def run(norm: bool) -> None:
-            ops.plan_recurrent_window(
-                plan, cursors, window_id, self.slots, self.starts, self.kept, rows, ring_rows=ring, chunk=chunk
-            )
+            ops.plan_recurrent_window(plan, cursors, window_id, self.slots, self.starts, self.kept, rows, chunk=chunk)
             for i in range(self.layers):
                 ops.gated_delta_verify(
                     self.out[i], states[i], *(record[i] for record in records), ran[i], *self.heads(i), self.a[i],
                     self.b[i], self.A_log[i], self.dt_bias[i], plan, window_id, self.starts, SCALE,
                     gate=self.gate[i] if norm else None, norm_weight=self.weight if norm else None, norm_eps=EPS,
-                    ring_rows=ring, chunk=chunk,
+                    chunk=chunk,
                 )  # fmt: skip
 
         name = f"chunk{chunk}" if chunk else "ours"

@@ -83,7 +83,7 @@ inline FoldArguments check_fold(
             fail(op, list.name, " must hold a tensor for each of the ", states.size(), " states, got ",
                  list.tensors.size());
 
-    if (chunk != 0 && chunk != kChunkRows) fail(op, "chunk must be 0 or ", kChunkRows, ", got ", chunk);
+    check_chunk(op, chunk);
 
     // Plan and window
     FoldArguments f{};
@@ -112,12 +112,8 @@ inline FoldArguments check_fold(
         };
         const RecurrentStates view = states_view(argument(0));
         const RecurrentRecord record =
-            record_view({argument(1), argument(2), argument(3), argument(4)}, view, 0);
-        if (chunk > 0) {
-            check_chunk_layout(argument(0), argument(1), argument(3));
-            if (!record.is_ring || record.rows <= chunk)
-                argument(1).must_be("a ring of more than ", chunk, " rows with chunk");
-        }
+            record_view({argument(1), argument(2), argument(3), argument(4)}, view, chunk);
+        if (chunk > 0) check_chunk_layout(argument(0), argument(1), argument(3));
         argument(5).vector(ScalarType::Long, 1, "[1]");
         if (layer == 0) {
             f.states = view;

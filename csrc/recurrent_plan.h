@@ -20,7 +20,7 @@ constexpr int64_t kMostRecordRows = 32;
 struct RecurrentEntry {
     int32_t source;  // slot whose state and record are read
     int32_t rows;    // rows of the record to reapply
-    int32_t first;   // half of the record that holds these rows; in a ring, the index of the first row
+    int32_t first;   // half of the record that holds these rows; with chunk, the index of the first row
     int32_t target;  // slot whose state is stored; 0: the state stays as it is
 
     NWOR_HOST_DEVICE bool any() const { return source > 0 || target > 0; }
@@ -104,36 +104,25 @@ inline RecurrentCursors cursors_view(const Argument& a, int64_t columns) {
     a.dtype(ScalarType::Int);
     const int64_t found = a.tensor.dim() == 2 ? a.tensor.size(1) : 0;
     if (columns > 0 && found != columns)
-        a.must_be("[num_slots, ", columns, "] ", columns == 3 ? "with" : "without", " ring_rows");
-    if (found != 2 && found != 3) a.must_be("[num_slots, 2], or [num_slots, 3] with a ring");
+        a.must_be("[num_slots, ", columns, "] ", columns == 3 ? "with" : "without", " chunk");
+    if (found != 2 && found != 3) a.must_be("[num_slots, 2], or [num_slots, 3] with chunk");
     a.contiguous();
     return {static_cast<int32_t*>(a.tensor.data_ptr()), least(a.tensor.size(0), INT32_MAX),
             static_cast<int32_t>(found)};
-}
-
-// Checks the rows of a ring that may be pending. A window of `window_rows` tokens is recorded after them.
-inline void check_ring_rows(const char* op, int64_t ring_rows, int64_t window_rows) {
-    if (ring_rows == 0) return;
-    if (ring_rows < window_rows || ring_rows > kMostRecordRows - window_rows)
-        fail(op, "ring_rows must be 0, or at least the ", window_rows,
-             " rows of a window and with them at most ", kMostRecordRows, ", got ", ring_rows);
 }
 
 // Rows that a store folds in the chunk form, and the longest window that the form has kernels for.
 constexpr int64_t kChunkRows = 16;
 constexpr int64_t kMostChunkWindow = 8;
 
-// Checks `chunk`. A slot has up to chunk - 1 accepted rows before a window, and the rows of the window
-// before.
-inline void check_chunk(const char* op, int64_t chunk, int64_t ring_rows, int64_t window_rows) {
-    if (chunk == 0) return;
-    if (chunk != kChunkRows) fail(op, "chunk must be 0 or ", kChunkRows, ", got ", chunk);
-    if (window_rows > kMostChunkWindow)
-        fail(op, "chunk must be 0 with windows of more than ", kMostChunkWindow, " rows, got ", chunk,
-             " with windows of ", window_rows);
-    if (ring_rows < chunk - 1 + window_rows)
-        fail(op, "ring_rows must be at least ", chunk - 1 + window_rows, " with chunk ", chunk, " and the ",
-             window_rows, " rows of a window, got ", ring_rows);
+inline void check_chunk(const char* op, int64_t chunk) {
+    if (chunk != 0 && chunk != kChunkRows) fail(op, "chunk must be 0 or ", kChunkRows, ", got ", chunk);
+}
+
+// Rows that may be pending before a window of up to `window_rows` tokens. In the chunk form a slot has up to
+// chunk - 1 accepted rows and those of the last window, in a ring that also has room for the next window.
+NWOR_HOST_DEVICE inline int64_t most_pending_rows(int64_t window_rows, int64_t chunk) {
+    return chunk == 0 ? window_rows : chunk - 1 + window_rows;
 }
 
 // ---------------------------------------------------------------- plan_recurrent_window
@@ -141,11 +130,10 @@ inline void check_chunk(const char* op, int64_t chunk, int64_t ring_rows, int64_
 struct RecurrentWindowArguments {
     const char* op;
     RecurrentPlan plan;              // [>= Q, 4]
-    RecurrentCursors cursors;        // [S, 2], or [S, 3] with a ring
+    RecurrentCursors cursors;        // [S, 2], or [S, 3] with chunk
     int64_t* window_id;              // [1]
     int64_t num_requests;            // Q
     int64_t record_rows;             // W
-    int64_t ring_rows;               // R; 0: a record has two halves
     Ids state_slots;                 // [Q]
     const int32_t* query_start_loc;  // [Q + 1]
     const int32_t* num_kept;         // [Q]
@@ -165,7 +153,6 @@ inline RecurrentWindowArguments check_recurrent_window(
     int64_t record_rows,                       // W
     const std::optional<Tensor>& is_window,    // [>= Q], bool
     const std::optional<Tensor>& num_skipped,  // [1], int64
-    int64_t ring_rows,                         // R
     int64_t chunk)                             // C
 {
     const Argument to{op, "plan", plan}, cur{op, "cursors", cursors}, number{op, "window_id", window_id},
@@ -176,8 +163,9 @@ inline RecurrentWindowArguments check_recurrent_window(
     a.state_slots = ids_view(slots, 0, "[num_requests]");
     a.num_requests = a.state_slots.length;
     a.plan = recurrent_plan_view(to, a.num_requests);
-    if (ring_rows < 0) fail(op, "ring_rows must not be negative, got ", ring_rows);
-    a.cursors = cursors_view(cur, ring_rows == 0 ? 2 : 3);
+    check_chunk(op, chunk);
+    a.chunk = chunk;
+    a.cursors = cursors_view(cur, chunk == 0 ? 2 : 3);
     number.vector(ScalarType::Long, 1, "[1]");
     a.window_id = static_cast<int64_t*>(window_id.data_ptr());
     a.query_start_loc = int32_view(qsl, a.num_requests + 1, "[num_requests + 1]").data;
@@ -186,10 +174,8 @@ inline RecurrentWindowArguments check_recurrent_window(
     if (record_rows > kMostRecordRows)
         fail(op, "record_rows must be at most ", kMostRecordRows, ", got ", record_rows);
     a.record_rows = record_rows;
-    check_ring_rows(op, ring_rows, record_rows);
-    a.ring_rows = ring_rows;
-    check_chunk(op, chunk, ring_rows, record_rows);
-    a.chunk = chunk;
+    if (chunk > 0 && record_rows > kMostChunkWindow)
+        fail(op, "record_rows must be at most ", kMostChunkWindow, " with chunk, got ", record_rows);
     std::vector<Argument> inputs{slots, qsl, kept};
     if (is_window.has_value()) {
         inputs.push_back({op, "is_window", *is_window});
@@ -228,7 +214,7 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
     }
     const RecurrentCursor cursor = a.cursors[slot];
     const int32_t pending = cursor.rows;
-    const int64_t all_rows = a.ring_rows + a.record_rows;  // of a ring
+    const int64_t all_rows = most_pending_rows(a.record_rows, a.chunk) + a.record_rows;  // of a ring
     const bool opens = a.is_window == nullptr || a.is_window[q];
     step.found = problem_of_cursor(a.cursors, slot, a.record_rows, all_rows);
     if (step.found) return step;
@@ -246,13 +232,11 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
     const int32_t tokens = static_cast<int32_t>(end - begin),
                   rows = cursor.earlier + (pending > 0 ? a.num_kept[q] : 0);
     step.entry = {step.slot, rows, cursor.first, step.slot};
-    if (a.ring_rows == 0) {
+    if (a.chunk == 0) {
         step.cursor = {tokens, 1 - cursor.first, 0};
-    } else if (a.chunk > 0 && rows >= a.chunk) {  // the rows after the chunk stay pending
+    } else if (rows >= a.chunk) {  // the rows after the chunk stay pending
         const int32_t chunk = static_cast<int32_t>(a.chunk);
         step.cursor = {tokens, static_cast<int32_t>((cursor.first + chunk) % all_rows), rows - chunk};
-    } else if (a.chunk == 0 && rows + tokens > a.ring_rows) {
-        step.cursor = {tokens, static_cast<int32_t>((cursor.first + rows) % all_rows), 0};
     } else {
         step.entry.target = 0;
         step.cursor = {tokens, cursor.first, rows};
@@ -272,10 +256,11 @@ struct RecurrentFold {
 struct RecurrentFoldPlan {
     const char* op;
     RecurrentPlan plan;        // [>= E, 4]
-    RecurrentCursors cursors;  // [S, 2], or [S, 3] with a ring
+    RecurrentCursors cursors;  // [S, 2], or [S, 3] with chunk
     int64_t num_entries;       // E
     bool keep_source;          // rows stay pending in a source
     bool moves_rows;           // rows move to the target with its cursor, and nothing is folded
+    int64_t* num_skipped;      // [1]; null: entries with a problem are not counted
 };
 
 // The plan of one entry, and what becomes of the cursors of its slots (0 = none). All entries are read before
@@ -379,19 +364,23 @@ struct RecurrentBlockFoldArguments : RecurrentFoldPlan {
         const int64_t row = idx_mapping[request];
         if (row < 0) return {};
         if (row >= num_rows_of_tables) return {{kBlockRequest, request, row, num_rows_of_tables}, 0, 0, 0};
-        const int64_t source = source_columns[row];
-        int64_t target = 0, rows = num_kept[row];
+        const int64_t source = source_columns[row], kept = num_kept[row];
+        int64_t target = source, rows = kept;
         if (source < 0) return {};
         if (target_columns != nullptr) {
             target = target_columns[row];
             if (target < 0 || target == source) return {};
         } else {
-            const int64_t computed = num_computed_tokens[row], first = computed - rows + 1;
+            const int64_t computed = num_computed_tokens[row], first = computed - kept + 1;
             if (computed <= 0) return {};
             const int64_t full_blocks = quotient(computed, block_size), full = full_blocks * block_size;
-            if (full_blocks == 0 || full < first) return {};
-            target = full_blocks - 1;
-            rows = full - first + 1;
+            if (full_blocks == 0) return {};
+            if (full >= first) {
+                target = full_blocks - 1;
+                rows = full - first + 1;
+            } else if (kept > 0) {
+                return {};
+            }
         }
         const StateBlocks& table = tables[group];
         const int64_t last = most(source, target);
@@ -399,6 +388,9 @@ struct RecurrentBlockFoldArguments : RecurrentFoldPlan {
         const int32_t* blocks = table.data + row * table.row_stride;
         for (const int64_t block : {blocks[source], blocks[target]})
             if (block >= cursors.length) return {{kBlockSlot, request, block, cursors.length}, 0, 0, 0};
+        const int64_t pending = blocks[source] > 0 ? cursors[blocks[source]].rows : 0;
+        if (pending > 0 && (kept < 1 || kept > pending)) return {{kNumKept, row, kept, pending}, 0, 0, 0};
+        if (rows < 1 && target_columns == nullptr) return {};
         return {{}, blocks[source], blocks[target], rows};
     }
 };
@@ -413,7 +405,9 @@ inline RecurrentBlockFoldArguments check_recurrent_block_fold(
     const Tensor& num_kept,                            // [>= N], int32
     const std::optional<Tensor>& target_columns,       // [>= N], int32
     const std::optional<Tensor>& num_computed_tokens,  // [>= N], int32
-    int64_t block_size, bool moves_rows) {
+    int64_t block_size, bool moves_rows,
+    const std::optional<Tensor>& num_skipped)  // [1], int64
+{
     const int64_t groups = static_cast<int64_t>(block_tables.size());
     if (groups < 1 || groups > kMostBlockTables)
         fail(op, "block_tables must hold 1 to ", kMostBlockTables, " tables, got ", groups);
@@ -427,7 +421,7 @@ inline RecurrentBlockFoldArguments check_recurrent_block_fold(
     if (a.num_entries > INT32_MAX) ids.must_be("of fewer than 2^31 requests for all tables");
     a.plan = recurrent_plan_view(to, a.num_entries);
     a.cursors = cursors_view(cur, 0);
-    if (moves_rows && !a.cursors.of_ring()) cur.must_be("[num_slots, 3], those of a ring, with moves_rows");
+    if (moves_rows && !a.cursors.of_ring()) cur.must_be("[num_slots, 3], those of chunks, with moves_rows");
     std::vector<std::string> names;
     for (int64_t g = 0; g < groups; ++g) names.push_back("block_tables[" + std::to_string(g) + "]");
     std::vector<Argument> inputs{ids, sources, kept};
@@ -463,7 +457,13 @@ inline RecurrentBlockFoldArguments check_recurrent_block_fold(
     a.block_size = block_size;
     a.keep_source = num_computed_tokens.has_value();
     a.moves_rows = moves_rows;
-    check_placement(op, inputs, {to, cur});
+    std::vector<Argument> outputs{to, cur};
+    if (num_skipped.has_value()) {
+        outputs.push_back({op, "num_skipped", *num_skipped});
+        outputs.back().vector(ScalarType::Long, 1, "[1]");
+        a.num_skipped = static_cast<int64_t*>(num_skipped->data_ptr());
+    }
+    check_placement(op, inputs, outputs);
     return a;
 }
 

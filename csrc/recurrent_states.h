@@ -124,19 +124,17 @@ struct RecordTensors {
     Argument updates;  // [S, W, HV, dv]
 };
 
-// `halves`: 1 for a ring, 2, or 0 for either.
-inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates& states, int64_t halves) {
+// With chunk, records are a ring of R = chunk - 1 + W pending rows and W rows of a window.
+inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates& states, int64_t chunk) {
     const int64_t slots = states.num_slots, heads = states.num_value_heads;
     RecurrentRecord r{};
     const Tensor& keys = t.keys.tensor;
     check_inputs(t.keys);
-    if (keys.dim() != 5 || keys.size(0) != slots || keys.size(4) != states.key_width ||
-        (halves > 0 ? keys.size(1) != halves : keys.size(1) != 1 && keys.size(1) != 2))
-        t.keys.must_be("[", slots, ", ", halves > 0 ? std::to_string(halves) : "2 (1 for a ring)",
-                       ", record_rows, num_key_heads, ", states.key_width, "]",
-                       halves == 1 ? " with ring_rows" : "");
-    const int64_t parts = keys.size(1);
-    r.is_ring = parts == 1;
+    const int64_t parts = chunk > 0 ? 1 : 2;
+    if (keys.dim() != 5 || keys.size(0) != slots || keys.size(4) != states.key_width || keys.size(1) != parts)
+        t.keys.must_be("[", slots, ", ", parts, ", record_rows, num_key_heads, ", states.key_width, "]",
+                       chunk > 0 ? " with chunk" : "");
+    r.is_ring = chunk > 0;
     r.rows = keys.size(2);
     r.num_key_heads = keys.size(3);
     r.num_value_heads = heads;
@@ -145,7 +143,10 @@ inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates
     if (r.rows < 1 || r.rows > kMostRecordRows) t.keys.must_be("of 1 to ", kMostRecordRows, " rows");
     if (r.num_key_heads < 1 || heads % r.num_key_heads != 0)
         t.keys.must_be("of a number of heads that divides the ", heads, " of the state");
-    r.window_rows = r.pending_rows = r.rows;
+    r.window_rows = chunk > 0 ? (r.rows - chunk + 1) / 2 : r.rows;
+    r.pending_rows = most_pending_rows(r.window_rows, chunk);
+    if (chunk > 0 && (r.window_rows < 1 || r.pending_rows + r.window_rows != r.rows))
+        t.keys.must_be("of ", chunk - 1, " rows and two for each token of a window with chunk");
     for (const Argument& a : {t.norms, t.decays, t.updates}) a.dtype(ScalarType::Float);
     check_shape(t.norms, {slots, parts, r.rows, r.num_key_heads});
     r.per_channel = t.decays.tensor.dim() == 5;

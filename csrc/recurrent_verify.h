@@ -110,7 +110,7 @@ inline VerifyArguments check_verify(
     const char* op,                            //
     const Tensor& out,                         // [>= T, HV, dv]
     const Tensor& state,                       // [S, HV, dv, dk], float32 or bfloat16
-    const Tensor& record_keys,                 // [S, 2, W, H, dk] (ring: [S, 1, R + W, H, dk]), dtype of out
+    const Tensor& record_keys,                 // [S, 2, W, H, dk] (chunk: [S, 1, R + W, H, dk]), dtype of out
     const Tensor& record_norms,                // [S, 2, W, H], float32
     const Tensor& record_decays,               // [S, 2, W, HV] or [S, 2, W, HV, dk], float32
     const Tensor& record_updates,              // [S, W, HV, dv], float32
@@ -136,7 +136,6 @@ inline VerifyArguments check_verify(
     const std::optional<Tensor>& all_states,   // [>= T, HV, dv, dk], dtype of state
     bool allow_neg_eigval,                     //
     const std::optional<double>& gate_lower_bound,  //
-    int64_t ring_rows,                              // R
     int64_t chunk)                                  // C
 {
     // Names for the messages
@@ -151,18 +150,8 @@ inline VerifyArguments check_verify(
     c.op = op;
     c.states = states_view(states);
     check_inputs(to);
-    if (ring_rows < 0) fail(op, "ring_rows must not be negative, got ", ring_rows);
-    if (ring_rows >= kMostRecordRows)
-        fail(op, "ring_rows must be below ", kMostRecordRows, ", got ", ring_rows);
-    c.record = record_view({keys, norms, decays, updates}, c.states, ring_rows == 0 ? 2 : 1);
-    if (ring_rows > 0) {
-        c.record.window_rows = c.record.rows - ring_rows;
-        c.record.pending_rows = ring_rows;
-        if (c.record.window_rows < 1 || c.record.window_rows > ring_rows)
-            keys.must_be("of ", ring_rows + 1, " to ", least(2 * ring_rows, kMostRecordRows), " rows: the ",
-                         ring_rows, " of the ring and those of a window");
-    }
-    check_chunk(op, chunk, ring_rows, c.record.window_rows);
+    check_chunk(op, chunk);
+    c.record = record_view({keys, norms, decays, updates}, c.states, chunk);
     if (chunk > 0) check_chunk_layout(states, keys, decays);
     c.chunk = static_cast<uint8_t>(chunk);
     const int64_t heads = c.states.num_value_heads, dk = c.states.key_width, dv = c.states.value_width;

@@ -2,7 +2,7 @@
 
     python examples/recurrent_decoding.py --compile --num-drafts 4
     python examples/recurrent_decoding.py --form chunk
-    python examples/recurrent_decoding.py --num-drafts 0 --ring-rows 6
+    python examples/recurrent_decoding.py --num-drafts 0 --form chunk
 
 Three of four layers are Gated DeltaNets, as in Qwen3-Next. Instead of keys and values of all tokens, a request has one
 matrix per head, which every token changes. The effect of a rejected draft cannot be undone, so engines usually keep the
@@ -12,9 +12,8 @@ matrix after each of the K + 1 tokens of a step. Here the tokens of a step never
     verify     at each layer one kernel applies them to the state, runs this step's tokens, and records them;
     commit     tells how many tokens are kept.
 
-A record can be a ring: accepted rows of several steps stay there, and only a step that finds no room stores the state.
-This gains most without drafts. The chunk form always has a ring. It computes outputs from the stored state and the
-pending rows, and a store applies exactly 16 of them.
+In the chunk form accepted rows of several steps stay in the record, and only a step that finds 16 of them stores the
+state. It computes outputs from the stored state and the pending rows. This gains most without drafts.
 
 The other layers have a paged KV cache, and their drafts are a transaction as in `speculative_decoding.py`.
 """
@@ -135,7 +134,6 @@ class HybridEngine:
         seed: int = 0,
         scheme: type[RecurrentStates] = RecurrentStates,
         form: str = "exact",
-        ring_rows: int = 0,
     ) -> None:
         self.num_drafts, self.max_requests, self.device = num_drafts, max_requests, device
         self.max_window = num_drafts + 1
@@ -153,8 +151,6 @@ class HybridEngine:
         )
         # ... and of the linear layers: a state and a record for each request. Slot 0 belongs to no request.
         chunk = CHUNK if form == "chunk" else 0
-        if chunk:  # room for the rows of a chunk that is not complete, and those of a window
-            ring_rows = max(ring_rows, chunk - 1 + self.max_window)
         self.states = scheme(max_num_requests=max_requests, device=device)
         paged = replace(config, num_layers=sum(map(config.is_attention, range(config.num_layers))))
         kv_caches = iter(make_caches(paged, num_blocks, BLOCK_SIZE, device))
@@ -172,7 +168,6 @@ class HybridEngine:
                     num_value_heads=config.linear_value_heads,
                     key_size=config.linear_head_size,
                     value_size=config.linear_head_size,
-                    ring_rows=ring_rows,
                     chunk=chunk,
                     dtype=torch.float32 if device == "cpu" else torch.bfloat16,
                     device=device,
@@ -307,7 +302,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--num-drafts", type=int, default=4, help="0: decode without drafts")
     parser.add_argument("--form", choices=("exact", "chunk"), default="exact", help="form of the recurrent windows")
-    parser.add_argument("--ring-rows", type=int, default=0, help="accepted rows that wait for a store; 0: store always")
     parser.add_argument("--num-prompts", type=int, default=6)
     parser.add_argument("--output-tokens", type=int, default=48)
     arguments = parser.parse_args()
@@ -333,11 +327,11 @@ def main() -> None:
         )
         return outputs
 
-    engine = make_engine(form=arguments.form, ring_rows=arguments.ring_rows)
+    engine = make_engine(form=arguments.form)
     if arguments.num_drafts:  # one engine decodes both ways, so that only the drafts differ
         plain, shown = run("plain", engine, False), run("speculative", engine, True)
     else:  # the plain engine stores the states at every step
-        plain, shown = run("plain", make_engine(), False), run(f"ring of {engine.states.ring_rows}", engine, False)
+        plain, shown = run("plain", make_engine(), False), run(arguments.form, engine, False)
     memory = engine.states.memory()
     print(
         f"recurrent states of a request: {memory.state} bytes and a record of {memory.record}; "

@@ -45,11 +45,9 @@ class NworConfig:
         draft_graphs: run a draft model from CUDA graphs; in the V1 runner also EAGLE and MTP. Independent of the mode.
         recurrent: keep one recurrent state per request instead of one per draft, for Gated DeltaNet and KDA layers.
             Independent of the mode. ``True`` or ``"exact"``: each token updates the state. ``"chunk"``: outputs come
-            from the state at the start of a chunk of 16 tokens, with tensor cores. It sets the rows of the ring.
+            from the state at the start of a chunk of 16 tokens, with tensor cores.
         draft_vocabulary: number of tokens that a drafter computes logits of: those that recent requests used. 0 = the
             whole vocabulary. Independent of the mode.
-        ring_rows: with ``recurrent``, the maximum number of accepted tokens that a record holds before their state is
-            stored. At least the tokens of a window; both together are at most 32. 0 = every step stores.
     """
 
     mode: str = "off"
@@ -60,7 +58,6 @@ class NworConfig:
     draft_graphs: bool = False
     recurrent: bool | str = False
     draft_vocabulary: int = 0
-    ring_rows: int = 0
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, _MODES)
@@ -69,16 +66,10 @@ class NworConfig:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"nwor: {name} must be true or false, got {getattr(self, name)!r}")
-        if isinstance(self.ring_rows, bool) or not isinstance(self.ring_rows, int) or not 0 <= self.ring_rows <= 31:
-            raise ValueError(f"nwor: ring_rows must be 0 to 31, got {self.ring_rows!r}")
         rows = self.draft_vocabulary
         if isinstance(rows, bool) or not isinstance(rows, int) or not 0 <= rows < 2**31:
             raise ValueError(f"nwor: draft_vocabulary must be a number of tokens, 0 or more, got {rows!r}")
         object.__setattr__(self, "recurrent", _form(self.recurrent))
-        if self.chunk and self.ring_rows:
-            raise ValueError(
-                f"nwor: ring_rows must be 0 with recurrent=chunk, which sets the rows of the ring, got {self.ring_rows}"
-            )
 
     @property
     def wants_transaction(self) -> bool:
@@ -185,10 +176,6 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
         elif name == "draft_vocabulary":
             if not value.isdecimal() or len(value) > 10:
                 raise ValueError(f"nwor: {variable} must be a number of tokens, 0 or more, got {value!r}")
-            settings[name] = int(value)
-        elif name == "ring_rows":
-            if not value.isdecimal() or len(value) > 2:  # int() refuses very long numbers with another message
-                raise ValueError(f"nwor: {variable} must be 0 to 31, got {value!r}")
             settings[name] = int(value)
         else:
             settings[name] = value

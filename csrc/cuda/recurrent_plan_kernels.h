@@ -7,6 +7,12 @@
 namespace nwor {
 namespace {
 
+// Reports a problem, and counts the request or entry that it leaves out.
+__device__ void skip(const char* report_as, const Found& found, int64_t* num_skipped) {
+    report(report_as, found);
+    if (num_skipped != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(num_skipped), 1ull);
+}
+
 // ---------------------------------------------------------------- plan_recurrent_window
 
 // Grid: x = rows of the plan / 256, one thread per row.
@@ -18,10 +24,7 @@ __global__ void __launch_bounds__(kThreads)
     if (i >= a.plan.length) return;
     if (i >= a.num_requests) return a.plan.set(i, {});
     const RecurrentWindowStep step = window_step_of(a, i);
-    if (step.found) {
-        report(report_as, step.found);
-        if (a.num_skipped != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(a.num_skipped), 1ull);
-    }
+    if (step.found) skip(report_as, step.found, a.num_skipped);
     a.plan.set(i, step.entry);
     if (step.sets_cursor) a.cursors.set(step.slot, step.cursor);
 }
@@ -49,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
             continue;
         }
         const RecurrentFoldStep step = fold_step_of(a, i);
-        if (step.found) report(report_as, step.found);
+        if (step.found) skip(report_as, step.found, a.num_skipped);
         a.plan.set(i, !step.entry.any() && step.target > 0 ? RecurrentEntry{0, 0, kClears, 0} : step.entry);
     }
     __syncthreads();

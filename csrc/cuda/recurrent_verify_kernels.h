@@ -22,7 +22,7 @@ namespace {
 // Grid: x = Q * HV * (dv / rows of a block), see `BlockPlaces`. Block: x = 32 * warps, at most 256. A block
 // runs all tokens of one request on some rows of one head's state. A warp takes `Rows::kRowsOfWarp` rows at a
 // time.
-template <class State, class Input, int kWidth, bool kPerChannel, bool kIsRing>
+template <class State, class Input, int kWidth, bool kPerChannel>
 __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_constant__ VerifyJob job) {
     using R = Rows<State, kWidth>;
     using Raw = RawRows<State, kWidth>;
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     using P = Products<State, kWidth>;
     const VerifyArguments& c = job.call;
     RecurrentRecord r = c.record;
-    r.is_ring = kIsRing;  // a constant: a record with two halves has no instruction for rings
+    r.is_ring = false;  // a constant: a record with two halves has no instruction for rings
     const BlockPlace block = job.blocks[blockIdx.x];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     Shared shared_rows(job.shared);
@@ -66,10 +66,8 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     const int64_t token_of_gates = first_token + (has_gates ? lane : 0);
     const LoadedFloat a(c.a, token_of_gates, block.head), b(c.b, token_of_gates, block.head),
         log_rate(c.A_log, block.head), bias(c.dt_bias, block.head);
-    const bool stores = !kIsRing || entry.stores();
-    const Window window{
-        block,      r,           stores ? entry.target : entry.source, r.first_of_window(entry), first_token,
-        num_tokens, c.has_norm()};
+    const Window window{block,       r,          entry.target, r.first_of_window(entry),
+                        first_token, num_tokens, c.has_norm()};
     for (int copy = warp; copy < 4 * num_tokens; copy += warps) {
         const int kind = copy % 4, token = copy / 4;
         if (kind == 3 && !window.has_norm) continue;
@@ -90,8 +88,8 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     const LaneOfRow at;
     const LaneOfSum<State, kWidth> sum(at);
     const char* source = state_of(entry.source);
-    char* target = state_of(entry.target);  // written only if the plan stores
-    int value = warp * R::kRowsOfWarp;      // first row of the warp, counted from the block's first
+    char* target = state_of(entry.target);
+    int value = warp * R::kRowsOfWarp;  // first row of the warp, counted from the block's first
     if (!Shared::kIsBulk && job.uses_shared_rows) shared_rows.fetch(source, block.first_value + value);
     close_group_of_copies();
 
@@ -146,17 +144,15 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         R rows;
         raw.widen(&rows);
 
-        // Reapply the accepted rows, and store the state. Without a store it stays in float32
+        // Reapply the accepted rows, and store the state
         if (entry.rows > 0 || entry.source != entry.target) {
             reapply<State, kWidth, kPerChannel>(&rows, job.shared, entry.rows, block.num_values, value, at);
-            if (stores) {
-                raw.round(rows);
-                if (Shared::kIsBulk && job.uses_shared_rows)
-                    shared_rows.store(target, first, raw);
-                else
-                    raw.store(target, job.is_aligned, first, at);
-                raw.widen(&rows);
-            }
+            raw.round(rows);
+            if (Shared::kIsBulk && job.uses_shared_rows)
+                shared_rows.store(target, first, raw);
+            else
+                raw.store(target, job.is_aligned, first, at);
+            raw.widen(&rows);
         }
 
         // Run the window on the registers, token by token, and record the updates
@@ -165,7 +161,6 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                     *queries = shared_at<float>(job.shared.queries);
         const Input* values = shared_at<Input>(job.shared.values) + value + sum.row;
         const int update_row = static_cast<int>(r.update_row(window.first, 0));
-        const int wrap = static_cast<int>(r.rows) - update_row;  // tokens before a ring's end
         float* updates = r.updates + r.update_offset(window.slot, update_row, block.head) + value_of_lane;
         Input* out =
             reinterpret_cast<Input*>(c.out.data) + c.out.offset(first_token, block.head) + value_of_lane;
@@ -184,10 +179,9 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         // because neither sum has to wait for the other.
         P outputs{};
         // The outer loop takes one token at a time if all states are stored. A store in the inner loop would
-        // cost a move of each element, also if nothing is stored. It also stops where a ring begins again.
+        // cost a move of each element, also if nothing is stored.
         for (int token = 0; token < num_tokens;) {
-            const int run = kIsRing && token < wrap ? min(num_tokens, wrap) : num_tokens,
-                      end = c.all_states == nullptr ? run : token + 1;
+            const int end = c.all_states == nullptr ? num_tokens : token + 1;
 #pragma unroll 1
             for (; token < end; ++token) {
                 const float v = to_float(*values), beta = betas[token];
@@ -213,7 +207,6 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                 queries += R::kPadded;
                 outputs = multiply(rows, x);
             }
-            if (kIsRing && token == wrap) updates -= static_cast<int>(r.rows) * updates_stride;
             if (c.all_states == nullptr) continue;
             // The state after this token
             const int64_t place =
@@ -299,8 +292,7 @@ void run(const VerifyArguments& c, const Launch& launch) {
 
         // Launch
         using Input = typename decltype(input)::type;
-        const auto kernel = c.record.is_ring ? verify_kernel<State, Input, kWidth, per_channel, true>
-                                             : verify_kernel<State, Input, kWidth, per_channel, false>;
+        const auto kernel = verify_kernel<State, Input, kWidth, per_channel>;
         const LaunchShape shape =
             shape_for_heads(c.op, heads, c.states.value_width / values, warps * kWarp, job.shared.bytes);
         allow_shared_memory(c.op, kernel, shape, launch);

@@ -36,7 +36,6 @@ def plan_recurrent_window(
     record_rows: int,
     is_window: Tensor | None = None,
     num_skipped: Tensor | None = None,
-    ring_rows: int = 0,
     chunk: int = 0,
 ) -> None:
     """Open a window: plan for all layers which rows each request reapplies, and where it records.
@@ -47,10 +46,10 @@ def plan_recurrent_window(
         plan: int32 ``[>= Q, 4]``, contiguous. **Mutated** in every row. Column 0 is the slot that the request reads.
             Column 1 is the number of rows to reapply, and column 2 the half of the record with these rows. Column 3 is
             the slot that it writes, equal to the first. This window records into the other half. Rows are zero for
-            requests without a window, and from Q on. With a ring, column 2 is the first row to reapply. Column 3 is 0
-            if the state is not stored. This window records after the rows of column 1.
+            requests without a window, and from Q on. With ``chunk``, column 2 is the first row to reapply. Column 3 is
+            0 if the state is not stored. This window records after the rows of column 1.
         cursors: int32 ``[S, 2]``, contiguous. **Mutated** at the slots of this step's requests. A row holds the number
-            of rows that the last window recorded (0 = nothing pending), and their half. With a ring ``[S, 3]``: the
+            of rows that the last window recorded (0 = nothing pending), and their half. With ``chunk`` ``[S, 3]``: the
             number of rows that the last window recorded, the first pending row, and the number of accepted rows before
             that window. Fill it with zeros at first.
         window_id: int64 ``[1]``. **Mutated**: the number of the open window, increased by one.
@@ -65,12 +64,10 @@ def plan_recurrent_window(
             computes the request's tokens of this step. Its pending rows are dropped. Fold them before.
         num_skipped: int64 ``[1]`` or None. **Mutated** on CUDA: increased by the number of requests that this window
             skipped. Their counts are invalid. On the CPU the call raises for the first one.
-        ring_rows: R, the maximum number of pending rows in a ring of R + W rows. The state is stored only if the
-            accepted rows and this window would be more than R. R is at least W, and R + W is at most 32. 0 = no ring:
-            a record has two halves of W rows, and every window stores.
         chunk: C, 0 or 16. With 16 the window of :func:`gated_delta_verify` has the chunk form. It stores the state only
-            if at least C accepted rows are pending, and folds exactly C. The others stay pending. W is at most 8, and R
-            is at least C - 1 + W. 0 = a store folds all rows.
+            if at least C accepted rows are pending, and folds exactly C. The others stay pending: a record is a ring
+            with R = C - 1 + W pending rows and W rows of a window. W is at most 8. 0 = every window stores the state
+            with all accepted rows, and a record has two halves of W rows.
 
     Raises:
         ValueError: a shape or stride is wrong. The CPU also refuses a window longer than W and an invalid count or
@@ -93,15 +90,6 @@ def plan_recurrent_window(
         >>> nwor_ops.plan_recurrent_window(plan, cursors, window, slots, starts, int32(2), record_rows=3)
         >>> plan.tolist(), cursors.tolist()  # two of them stay: reapply these
         ([[1, 2, 1, 1]], [[0, 0], [3, 0]])
-        >>> ring = torch.zeros(2, 3).int()
-        >>> for tokens in (3, 3, 3):  # two of three stay; a ring of six keeps them until a third window would not fit
-        ...     nwor_ops.plan_recurrent_window(
-        ...         plan, ring, window, slots, starts, int32(2), record_rows=3, ring_rows=6
-        ...     )
-        ...     print(plan.tolist(), ring[1].tolist())
-        [[1, 0, 0, 0]] [3, 0, 0]
-        [[1, 2, 0, 0]] [3, 0, 2]
-        [[1, 4, 0, 1]] [3, 4, 0]
     """
 
 
@@ -120,14 +108,14 @@ def plan_recurrent_fold(
         plan: int32 ``[>= E, 4]``, contiguous. **Mutated** in every row, with the columns of
             :func:`plan_recurrent_window`. Rows are zero for padding and from E on. They are also zero for entries that
             fold no row into their own slot.
-        cursors: int32 ``[S, 2]`` or, with a ring, ``[S, 3]``, contiguous. **Mutated**: nothing is pending in targets,
+        cursors: int32 ``[S, 2]`` or, with chunks, ``[S, 3]``, contiguous. **Mutated**: nothing is pending in targets,
             and in sources unless ``keep_source``. All entries are read before the first is written.
         source_slots: int32 or int64 ``[E]``, any stride. Slots whose state and record are read. A slot of 0 or less is
             padding.
         target_slots: int32 or int64 ``[>= E]``, any stride. Slots whose state is written. A slot of 0 or less is
             padding. If source and target differ, the state is copied, also with zero rows.
         num_rows: int32 ``[>= E]``, contiguous. Number of rows of the last window to apply, clamped to 0 and its
-            recorded rows. In a ring, all accepted rows before them are applied too.
+            recorded rows. With chunks, all accepted rows before them are applied too.
         keep_source: whether rows stay pending in a source. It has no effect if the source is its own target.
 
     Raises:
@@ -146,7 +134,7 @@ def plan_recurrent_fold(
     """
 
 
-@op(mutates=("plan", "cursors"))
+@op(mutates=("plan", "cursors", "num_skipped"))
 def plan_recurrent_block_fold(
     plan: Tensor,
     cursors: Tensor,
@@ -158,6 +146,7 @@ def plan_recurrent_block_fold(
     num_computed_tokens: Tensor | None = None,
     block_size: int = 0,
     moves_rows: bool = False,
+    num_skipped: Tensor | None = None,
 ) -> None:
     """Plan the folds of requests that reach the end of a block, for an engine that keeps states in cache blocks.
 
@@ -181,18 +170,22 @@ def plan_recurrent_block_fold(
         idx_mapping: int32 or int64 ``[Q]``, any stride. The row of each request in ``block_tables`` and in the tensors
             below. A negative row is padding.
         source_columns: int32 ``[>= N]``, contiguous. The column of the block with the state. Negative: no state yet.
-        num_kept: int32 ``[>= N]``, contiguous. Number of tokens of the request's last window that stay.
+        num_kept: int32 ``[>= N]``, contiguous. Number of tokens of the request's last window that stay, from 1 to the
+            recorded rows. Ignored if nothing is pending, or if the request stays in its block.
         target_columns: int32 ``[>= N]``, contiguous. The column of the block that the state moves to. A request stays
             if it is negative or equal to the source.
         num_computed_tokens: int32 ``[>= N]``, contiguous. Number of tokens of the request after the step, without
             rejected drafts. Give either this or ``target_columns``.
         block_size: tokens per block, with ``num_computed_tokens``.
-        moves_rows: only with ``target_columns`` and a ring. The kept rows move with the cursor and stay pending in the
+        moves_rows: only with ``target_columns`` and chunks. The kept rows move with the cursor and stay pending in the
             target. The caller copies the states and records. The plan says which, and is not for
             :func:`gated_delta_fold`.
+        num_skipped: int64 ``[1]`` or None. **Mutated** on CUDA: increased by the number of entries that are left out
+            because a number is invalid. On the CPU the call raises for the first one.
 
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: as :func:`plan_recurrent_fold`.
+        ValueError: also on the CPU, if ``num_kept`` is invalid. Nothing is written then. CUDA skips such a request.
         IndexError: also on the CPU, if a row, a column or a block is too large. CUDA skips such a request.
 
     Example:
@@ -244,7 +237,6 @@ def gated_delta_verify(
     all_states: Tensor | None = None,
     allow_neg_eigval: bool = False,
     gate_lower_bound: float | None = None,
-    ring_rows: int = 0,
     chunk: int = 0,
 ) -> None:
     """Run one layer of a window: reapply the accepted rows, store the state, run the window's tokens and record them.
@@ -322,11 +314,10 @@ def gated_delta_verify(
             rounded state after each token, as a scheme that stores every state keeps it. For tests and audits.
         allow_neg_eigval: whether to double beta. Needs ``A_log``.
         gate_lower_bound: the bound of g, negative, or None for the softplus. Needs ``A_log``.
-        ring_rows: R of :func:`plan_recurrent_window`. With a ring the records are ``[S, 1, R + W, ...]``, and
-            ``record_updates`` is ``[S, R + W, HV, dv]``. If the plan stores nothing, the window continues from the
-            reapplied rows in float32. So a bfloat16 state is rounded only when it is stored.
         chunk: C of :func:`plan_recurrent_window`, 0 or 16. The form with chunks needs dk = dv = 128 and one decay per
-            head, on CUDA also bfloat16 inputs. 0 = the state goes through every token.
+            head, on CUDA also bfloat16 inputs. Its records are rings: ``[S, 1, R + W, ...]``, and ``record_updates`` is
+            ``[S, R + W, HV, dv]``. If the plan stores nothing, the window continues from the reapplied rows in float32.
+            0 = the state goes through every token.
 
     Raises:
         ValueError: a shape, a stride or an option is invalid, or written memory overlaps another argument. On the CPU
@@ -377,7 +368,7 @@ def gated_delta_fold(
             dtype and strides. Layers of another geometry take another call. **Mutated** at the target slots of the
             plan.
         record_keys, record_norms, record_decays, record_updates: a tensor for each layer, as there, with two halves
-            or, in a ring, one. Contiguous within a slot. The tensors of one list have the same shape and the same
+            or, with ``chunk``, one. Contiguous within a slot. The tensors of one list have the same shape and the same
             stride between slots.
         layer_windows: int64 ``[1]`` for each layer. The last window that the layer ran in. **Mutated** if
             ``window_id`` is given and the plan has rows. All of them then hold its number.

@@ -22,12 +22,11 @@ CHUNK, MOST_CHUNK_WINDOW, CHUNK_WIDTH = 16, 8, 128  # of the kernels of the chun
 class RecurrentCache(BoundToMemory):
     """States and records of one layer, with one slot per request.
 
-    Use :meth:`new` to allocate everything, or :meth:`for_state` to add records to existing states. Or pass all five
-    tensors, which may be views of an engine's pages: any stride between slots, contiguous within a slot. Slot 0 is
-    padding.
+    Use :meth:`new` to allocate everything. Or pass all five tensors, which may be views of an engine's pages: any
+    stride between slots, contiguous within a slot. Slot 0 is padding.
 
-    Letters: S slots, W rows of a record (tokens of the longest window, K + 1), H key heads, HV value heads, dk and dv
-    elements per key and value head.
+    Letters: S slots, W tokens of the longest window (K + 1), which is the number of rows of a record, H key heads, HV
+    value heads, dk and dv elements per key and value head.
 
     Args:
         state: float32 or bfloat16 ``[S, HV, dv, dk]``.
@@ -35,11 +34,10 @@ class RecurrentCache(BoundToMemory):
         record_norms: float32 ``[S, 2, W, H]``.
         record_decays: float32 ``[S, 2, W, HV]``, or ``[S, 2, W, HV, dk]`` for layers with a decay per channel (KDA).
         record_updates: float32 ``[S, W, HV, dv]``.
-        ring_rows: R, the maximum number of pending rows in a ring. Records then have one half of R + W rows:
-            ``[S, 1, R + W, ...]``, and ``record_updates`` is ``[S, R + W, HV, dv]``. 0 = no ring.
         chunk: C, 0 or 16. With 16 windows have the chunk form, and a store folds exactly 16 rows
-            (:func:`nwor_ops.gated_delta_verify`). It needs dk = dv = 128, no decay per channel, W of at most 8 and R of
-            at least C - 1 + W.
+            (:func:`nwor_ops.gated_delta_verify`). It needs dk = dv = 128, no decay per channel and W of at most 8. Up
+            to R = C - 1 + W rows may be pending. So records have one half of R + W rows, ``[S, 1, R + W, ...]``, and
+            ``record_updates`` is ``[S, R + W, HV, dv]``.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not match.
@@ -57,7 +55,6 @@ class RecurrentCache(BoundToMemory):
     record_norms: Tensor
     record_decays: Tensor
     record_updates: Tensor
-    ring_rows: int = 0
     chunk: int = 0
 
     @classmethod
@@ -73,7 +70,6 @@ class RecurrentCache(BoundToMemory):
         dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype = torch.float32,
         per_channel: bool = False,
-        ring_rows: int = 0,
         chunk: int = 0,
         device: torch.device | str = "cpu",
     ) -> RecurrentCache:
@@ -89,10 +85,7 @@ class RecurrentCache(BoundToMemory):
             dtype: dtype of the queries, keys and values.
             state_dtype: dtype of the states, float32 or bfloat16.
             per_channel: whether each channel of a key has a decay (KDA). If False, each value head has one.
-            ring_rows: how many rows may be pending. A window stores the state only if the pending rows and its tokens
-                would be more. At least ``max_window``; both together are at most 32. 0 = every window stores.
-            chunk: 0 or 16: how many rows a store folds. With 16, ``ring_rows`` is at least 15 and ``max_window``. 0 = a
-                store folds all pending rows.
+            chunk: 0 or 16: how many rows a store folds. 0 = a store folds all pending rows.
             device: device of all tensors.
 
         Raises:
@@ -103,66 +96,24 @@ class RecurrentCache(BoundToMemory):
                  "key_size": key_size}  # fmt: skip
         shape = [validation.integer(f"{where}: {name}", size) for name, size in sizes.items()]
         _one_of(f"{where}: state_dtype", state_dtype, _STATE_DTYPES)
-        found = validation.device(f"{where}: device", device)
-        record = cls._record_of(where, max_window, num_key_heads, dtype, per_channel, ring_rows)
-        return cls._with(torch.zeros(shape, dtype=state_dtype, device=found), *record, chunk)
-
-    @classmethod
-    def for_state(
-        cls,
-        state: Tensor,
-        *,
-        max_window: int,
-        num_key_heads: int,
-        dtype: torch.dtype = torch.bfloat16,
-        per_channel: bool = False,
-        ring_rows: int = 0,
-        chunk: int = 0,
-    ) -> RecurrentCache:
-        """Allocate records for existing states.
-
-        Args:
-            state: float32 or bfloat16 ``[S, HV, dv, dk]``, contiguous within a slot.
-            max_window, num_key_heads, dtype, per_channel, ring_rows, chunk: as in :meth:`new`.
-
-        Raises:
-            ValueError, TypeError: as :meth:`new`.
-        """
-        validation.tensor("RecurrentCache.for_state: state", state, *_STATE_DTYPES, dims=4)
-        where = "RecurrentCache.for_state"
-        record = cls._record_of(where, max_window, num_key_heads, dtype, per_channel, ring_rows)
-        return cls._with(state, *record, chunk)
-
-    @staticmethod
-    def _record_of(
-        where: str, max_window: int, num_key_heads: int, dtype: torch.dtype, per_channel: bool, ring_rows: int
-    ) -> tuple[int, int, torch.dtype, bool, int]:
+        place = validation.device(f"{where}: device", device)
         rows = validation.integer(f"{where}: max_window", max_window, most=_MOST_ROWS)
         heads = validation.integer(f"{where}: num_key_heads", num_key_heads)
         _one_of(f"{where}: dtype", dtype, _KEY_DTYPES)
         validation.boolean(f"{where}: per_channel", per_channel)
-        if validation.integer(f"{where}: ring_rows", ring_rows, least=0):
-            _check_ring(where, ring_rows, rows)
-        return rows, heads, dtype, per_channel, ring_rows
-
-    @classmethod
-    def _with(
-        cls, state: Tensor, window: int, heads: int, dtype: torch.dtype, per_channel: bool, ring_rows: int, chunk: int
-    ) -> RecurrentCache:
-        slots, value_heads, value_size, key_size = state.shape
+        validation.integer(f"{where}: chunk", chunk, least=0)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(slots, *shape, dtype=dtype, device=state.device)
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=place)
 
         channels = (key_size,) if per_channel else ()
-        halves, rows = (1, ring_rows + window) if ring_rows else (2, window)
+        halves, rows = (1, chunk - 1 + 2 * rows) if chunk else (2, rows)
         return cls(
-            state,
+            torch.zeros(shape, dtype=state_dtype, device=place),
             zeros(halves, rows, heads, key_size, dtype=dtype),
             zeros(halves, rows, heads),
-            zeros(halves, rows, value_heads, *channels),
-            zeros(rows, value_heads, value_size),
-            ring_rows,
+            zeros(halves, rows, num_value_heads, *channels),
+            zeros(rows, num_value_heads, value_size),
             chunk,
         )
 
@@ -188,12 +139,9 @@ class RecurrentCache(BoundToMemory):
         check("record_decays", torch.float32, dims=5 if per_channel else 4)
         check("record_norms", torch.float32, dims=4)
         check("record_updates", torch.float32, dims=4)
-        ring = validation.integer("RecurrentCache: ring_rows", self.ring_rows, least=0) > 0
-        if ring:
-            _check_ring("RecurrentCache", self.ring_rows, rows - self.ring_rows)
         if validation.integer("RecurrentCache: chunk", self.chunk, least=0):
-            _check_chunk(self, per_channel, rows - self.ring_rows)
-        halves, letters = (1, "1, R + W") if ring else (2, "2, W")
+            _check_chunk(self)
+        halves, letters = (1, "1, R + W") if self.chunk else (2, "2, W")
         expect("record_keys", f"[S, {letters}, H, dk]", slots, halves, rows, heads, key_size)
         expect("record_norms", f"[S, {letters}, H]", slots, halves, rows, heads)
         if per_channel:
@@ -217,8 +165,9 @@ class RecurrentCache(BoundToMemory):
 
     @property
     def max_window(self) -> int:
-        """Tokens of the longest window: the number of rows of a record, without those of a ring."""
-        return self.record_keys.shape[2] - self.ring_rows
+        """Tokens of the longest window."""
+        rows = self.record_keys.shape[2]
+        return (rows - self.chunk + 1) // 2 if self.chunk else rows
 
     @property
     def per_channel(self) -> bool:
@@ -243,28 +192,20 @@ def _one_of(what: str, dtype: object, dtypes: tuple[torch.dtype, ...]) -> None:
         raise TypeError(f"{what} must be {' or '.join(map(str, dtypes))}, got {dtype}")
 
 
-def _check_ring(where: str, ring_rows: int, max_window: int) -> None:
-    if not 1 <= max_window <= ring_rows or ring_rows + max_window > _MOST_ROWS:
-        raise ValueError(
-            f"{where}: ring_rows must be at least the {max_window} rows of a window, and with them at most "
-            f"{_MOST_ROWS}, got {ring_rows}"
-        )
-
-
-def _check_chunk(cache: RecurrentCache, per_channel: bool, max_window: int) -> None:
+def _check_chunk(cache: RecurrentCache) -> None:
     if cache.chunk != CHUNK:
         raise ValueError(f"RecurrentCache: chunk must be 0 or {CHUNK}, got {cache.chunk}")
-    if max_window > MOST_CHUNK_WINDOW:
+    rows, window = cache.record_keys.shape[2], cache.max_window
+    if window < 1 or rows != CHUNK - 1 + 2 * window:
         raise ValueError(
-            f"RecurrentCache: max_window must be at most {MOST_CHUNK_WINDOW} with chunk {CHUNK}, got {max_window}"
+            f"RecurrentCache: record_keys must have {CHUNK - 1} rows and two for each token of a window with chunk "
+            f"{CHUNK}, got {rows}"
         )
-    least = CHUNK - 1 + max_window
-    if cache.ring_rows < least:
+    if window > MOST_CHUNK_WINDOW:
         raise ValueError(
-            f"RecurrentCache: ring_rows must be at least {least} with chunk {CHUNK} and windows of {max_window}, got "
-            f"{cache.ring_rows}"
+            f"RecurrentCache: max_window must be at most {MOST_CHUNK_WINDOW} with chunk {CHUNK}, got {window}"
         )
-    if per_channel:
+    if cache.per_channel:
         raise ValueError(f"RecurrentCache: per_channel must be False with chunk {CHUNK}, got True")
     sizes = list(cache.state.shape[2:])
     if sizes != [CHUNK_WIDTH, CHUNK_WIDTH]:
@@ -287,14 +228,14 @@ def check_apart(method: str, caches: Mapping[str, RecurrentCache]) -> None:
         (f"{field.name} of {name!r}", getattr(cache, field.name))
         for name, cache in caches.items()
         for field in fields(cache)
-        if field.name not in ("ring_rows", "chunk")
+        if field.name != "chunk"
     ]
     if any(has_no_data(tensor) for _, tensor in places):
         return  # no addresses to compare
     num_slots = places[0][1].shape[0]
-    slots = torch.arange(num_slots)
+    slots = torch.arange(num_slots, device="cpu")
     starts = torch.cat([tensor.data_ptr() + slots * tensor.stride(0) * tensor.itemsize for _, tensor in places])
-    sizes = torch.tensor([tensor[0].numel() * tensor.itemsize for _, tensor in places])
+    sizes = torch.tensor([tensor[0].numel() * tensor.itemsize for _, tensor in places], device="cpu")
     starts, order = starts.sort()
     ends = starts + sizes.repeat_interleave(num_slots)[order]
     for index in (starts[1:] < ends[:-1]).nonzero()[:1, 0].tolist():

@@ -21,18 +21,17 @@ class Cursors(BoundToMemory):
     Args:
         num_slots: number of slots, with slot 0.
         device: device of the cursors.
-        ring_rows: maximum number of pending rows in a ring; 0 = a record has two halves.
         chunk: rows that a store folds in the chunk form; 0 = all.
 
     Attributes:
-        table: int32 ``[num_slots, 2]``, or ``[num_slots, 3]`` with a ring: ``cursors`` of
+        table: int32 ``[num_slots, 2]``, or ``[num_slots, 3]`` with chunks: ``cursors`` of
             :func:`nwor_ops.plan_recurrent_window`.
         skipped: counts the requests that windows skip.
     """
 
-    def __init__(self, num_slots: int, device: torch.device, ring_rows: int = 0, chunk: int = 0) -> None:
-        self.ring_rows, self.chunk = ring_rows, chunk
-        self.table = torch.zeros(num_slots, 3 if ring_rows else 2, dtype=torch.int32, device=device)
+    def __init__(self, num_slots: int, device: torch.device, chunk: int = 0) -> None:
+        self.chunk = chunk
+        self.table = torch.zeros(num_slots, 3 if chunk else 2, dtype=torch.int32, device=device)
         self.skipped = SkippedRequests(device)
 
     def plan_window(
@@ -48,7 +47,7 @@ class Cursors(BoundToMemory):
         """Open a window. See :func:`nwor_ops.plan_recurrent_window`, which takes the same arguments."""
         ops.plan_recurrent_window(
             plan, self.table, window_id, slots, query_start_loc, num_kept, max_window, is_window,
-            self.skipped.counter, self.ring_rows, self.chunk,
+            self.skipped.counter, self.chunk,
         )  # fmt: skip
 
     def plan_fold(
@@ -59,6 +58,7 @@ class Cursors(BoundToMemory):
 
     def plan_block_fold(self, plan: Tensor, *arguments: Any, **options: Any) -> None:
         """Plan folds between blocks. Arguments are those of :func:`nwor_ops.plan_recurrent_block_fold`."""
+        options["num_skipped"] = self.skipped.counter
         ops.plan_recurrent_block_fold(plan, self.table, *arguments, **options)
 
     def drop(self, slots: Tensor) -> None:
@@ -66,37 +66,8 @@ class Cursors(BoundToMemory):
         self.table[:, ::2].index_fill_(0, slots, 0)
 
     def drop_window(self, slots: Tensor) -> None:
-        """Drop the rows of the last window of slots, int64 ``[E]``. Accepted rows before it stay pending in a ring."""
+        """Drop the rows of the last window of slots, int64 ``[E]``. With chunks, earlier accepted rows stay pending."""
         self.table[:, 0].index_fill_(0, slots, 0)
-
-    def rewind(self, slots: Tensor, num_kept: Tensor, tokens: Tensor) -> Tensor:
-        """Take back the last pending rows of slots. Slots with an invalid ``num_kept`` stay as they are.
-
-        Args:
-            slots: int64 ``[E]``. Slots above 0 must be distinct.
-            num_kept: int32 ``[num_slots]``: tokens of the last window of each slot that stay. **Mutated**: those that
-                stay now.
-            tokens: int32 ``[E]``: number of rows to take back.
-
-        Returns:
-            int32 ``[E]``: the number of rows that were taken back. It is less than ``tokens`` if fewer are pending.
-        """
-        before = self.table[slots]
-        kept = num_kept[slots]
-        recorded, earlier = before[:, 0], before[:, 2:].sum(1, dtype=torch.int32)
-        is_valid = (recorded == 0) | ((kept > 0) & (kept <= recorded))
-        pending = earlier + torch.where(recorded > 0, kept, 0)
-        taken = torch.where(is_valid, torch.minimum(tokens.clamp(min=0), pending), 0)
-        left = pending - taken
-        cursors = before.clone()
-        if self.ring_rows:  # no row is of the last window then, so its count is not read
-            cursors[:, 0], cursors[:, 2] = 0, left
-        else:
-            cursors[:, 0] = left
-            # The count first. After an interrupt between the two writes it is still a count of the recorded rows.
-            num_kept[slots] = torch.where(is_valid & (recorded > 0), left.clamp(min=1), kept)
-        self.table[slots] = torch.where(is_valid[:, None], cursors, before)
-        return taken
 
     def begin_chunk(self, slots: Tensor, positions: Tensor) -> None:
         """Let slots with nothing pending begin in the middle of a chunk, as if its earlier rows were pending.
@@ -131,7 +102,7 @@ class SkippedRequests(BoundToMemory):
 
     def __init__(self, device: torch.device) -> None:
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
-        self._host = torch.zeros(1, dtype=torch.int64, pin_memory=self.counter.is_cuda)
+        self._host = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=self.counter.is_cuda)
         self._copied = -float("inf")  # time of the last copy, in seconds
 
     def copy(self) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.recurrent.cache import RecurrentCache
-from nwor_ops.recurrent.cursors import Cursors
 from nwor_ops.validation import BoundToMemory
 
 
@@ -86,39 +84,3 @@ class _Launch(BoundToMemory):
             self.run(plan, window_id)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{method}: cannot fold {self._names}: {error}") from error
-
-
-class RepeatableFold(BoundToMemory):
-    """Folds and copies between windows that an error may interrupt.
-
-    The plan of a fold clears the cursors before the first layer is folded. :meth:`finish` folds the layers that an
-    interrupted call did not reach. Call it before anything else plans.
-
-    Args:
-        fold: the launches.
-        cursors: the cursors of the layers.
-    """
-
-    def __init__(self, fold: Fold, cursors: Cursors) -> None:
-        self._fold, self._cursors = fold, cursors
-        # Marks the layers that a fold has reached. It counts down, and the windows count up.
-        self._number = torch.zeros(1, dtype=torch.int64, device=cursors.table.device)
-        self._unfinished: Tensor | None = None  # the plan of an interrupted fold
-
-    def run(self, sources: Tensor, targets: Tensor, num_rows: Tensor, *, keep_source: bool) -> None:
-        """Fold ``num_rows`` pending rows of each source into its target, as :func:`nwor_ops.plan_recurrent_fold`."""
-        self.finish()
-        if sources.shape[0] == 0:
-            return
-        plan = torch.zeros(sources.shape[0], 4, dtype=torch.int32, device=sources.device)
-        self._number.sub_(1)
-        self._unfinished = plan
-        self._cursors.plan_fold(plan, sources, targets, num_rows, keep_source)
-        self.finish()
-
-    def finish(self) -> None:
-        """Fold the layers that an interrupted call did not reach."""
-        if self._unfinished is None:
-            return
-        self._fold.apply(self._unfinished, self._number)
-        self._unfinished = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +13,7 @@ from nwor_ops import ops, validation
 from nwor_ops.kv_cache import has_no_data
 from nwor_ops.recurrent.cache import RecurrentCache, check_apart, layers_of_mixed_storages
 from nwor_ops.recurrent.cursors import Cursors
-from nwor_ops.recurrent.fold import Fold, RecurrentLayer, RepeatableFold
+from nwor_ops.recurrent.fold import Fold, RecurrentLayer
 from nwor_ops.torch_fixes import static
 from nwor_ops.transaction.protocol import State, Stateful, is_capturing
 
@@ -63,6 +65,9 @@ class RecurrentStates(Stateful[RecurrentLayer]):
     windows, the state of a request is the stored state with the accepted rows of its record applied. Call :meth:`fold`
     before anything else reads or writes the state of a slot.
 
+    If a call raises for another reason than its arguments, call :meth:`cancel`. The states are then those before the
+    window, or after the fold or copy.
+
     Use it only in the thread that runs the model; the current stream orders its calls. It cannot be copied or pickled.
 
     Args:
@@ -97,7 +102,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
     def __init__(self, *, max_num_requests: int, device: torch.device | str) -> None:
         self.max_num_requests = validation.integer("RecurrentStates: max_num_requests", max_num_requests)
         self.device = validation.device("RecurrentStates: device", device)
-        self.num_slots = self.max_window = self.ring_rows = self.chunk = 0  # set by the first layer
+        self.num_slots = self.max_window = self.chunk = 0  # set by the first layer
         self._layers = {}
         self._num_requests = 0  # in the open window
         self._verified: set[str] = set()  # layers that ran in the open window, as far as Python can tell
@@ -129,18 +134,13 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 f"register_layer: cache of {name!r} must have {self.num_slots} slots with records of "
                 f"{self.max_window} rows as the layers before, got {sizes[0]} and {sizes[1]}"
             )
-        if self._layers and cache.ring_rows != self.ring_rows:
-            raise ValueError(
-                f"register_layer: cache of {name!r} must have the ring_rows of the layers before, {self.ring_rows}, "
-                f"got {cache.ring_rows}"
-            )
         if self._layers and cache.chunk != self.chunk:
             raise ValueError(
                 f"register_layer: cache of {name!r} must have the chunk of the layers before, {self.chunk}, got "
                 f"{cache.chunk}"
             )
         self.num_slots, self.max_window = sizes
-        self.ring_rows, self.chunk = cache.ring_rows, cache.chunk
+        self.chunk = cache.chunk
         self._layers[name] = RecurrentLayer(cache, torch.zeros(1, dtype=torch.int64, device=self.device))
 
     def allocate(self) -> None:
@@ -161,7 +161,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
         requests = self.max_num_requests
-        self.cursors = Cursors(self.num_slots, self.device, self.ring_rows, self.chunk)
+        self.cursors = Cursors(self.num_slots, self.device, self.chunk)
         self.plan = zeros(requests, 4)
         self.window_id = zeros(1, dtype=torch.int64)
         self.query_start_loc = zeros(requests + 1)
@@ -174,7 +174,9 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         check_apart("allocate", caches)
         self._fold = Fold(self._layers)
         self._fold.check("allocate", self.plan, self.window_id)
-        self._between = RepeatableFold(self._fold, self.cursors)  # folds and copies between windows
+        self._fold_plan: Tensor | None = None  # of a fold or copy that has begun
+        # Marks the layers that such a fold has reached. It counts down, and the windows count up.
+        self._fold_number = zeros(1, dtype=torch.int64)
         self._untraceable = layers_of_mixed_storages(caches)
         self._state = State.CLOSED
 
@@ -229,31 +231,23 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 wrong.
             ValueError, IndexError: on the CPU, a window is too long, a slot does not exist, or two requests have the
                 same slot. Nothing has changed then. On CUDA such a request is skipped and counted (:meth:`stats`). If
-                debug mode raises for it, the window is cancelled (:func:`nwor_ops.plan_recurrent_window`).
+                debug mode raises for it, the window is open, so call :meth:`cancel`.
         """
         self._require(State.CLOSED, "begin")
         self._check_begin(state_slots, query_start_loc, is_window)
-        self._between.finish()
         requests = state_slots.shape[0]
         slots, kept = self._slots[:requests], self._batch_kept[:requests]
         slots.copy_(state_slots).clamp_(0, self.num_slots - 1)
         torch.index_select(self.num_kept, 0, slots, out=kept)
         self._num_requests = requests
         self._verified.clear()
-        try:
-            self._state = State.OPEN  # after an error following the launch of the plan, cancel() can undo the window
+        with self._opening(self.plan):
             self.cursors.plan_window(
                 self.plan, self.window_id, state_slots, query_start_loc, kept, self.max_window, is_window
             )
-            self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
-            if requests < self.max_num_requests:  # the other rows have no tokens
-                self.query_start_loc[requests + 1 :].copy_(query_start_loc[requests : requests + 1])
-        except BaseException:
-            if has_no_data(self.plan) or not self.plan.any():  # nothing was planned
-                self._state = State.CLOSED
-            else:
-                self.cancel()
-            raise
+        self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
+        if requests < self.max_num_requests:  # the other rows have no tokens
+            self.query_start_loc[requests + 1 :].copy_(query_start_loc[requests : requests + 1])
 
     def verify(
         self,
@@ -326,8 +320,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             self.window_id, self.query_start_loc, scale=cache.state.shape[-1] ** -0.5 if scale is None else scale,
             softplus_beta=softplus_beta, softplus_threshold=softplus_threshold, use_qk_l2norm=use_qk_l2norm, gate=gate,
             norm_weight=norm_weight, norm_eps=norm_eps, gate_activation=gate_activation, all_states=all_states,
-            allow_neg_eigval=allow_neg_eigval, gate_lower_bound=gate_lower_bound, ring_rows=cache.ring_rows,
-            chunk=cache.chunk,
+            allow_neg_eigval=allow_neg_eigval, gate_lower_bound=gate_lower_bound, chunk=cache.chunk,
         )  # fmt: skip
         if counted:
             self._verified.add(name)
@@ -342,13 +335,15 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 ``is_window`` False).
 
         Raises:
-            RuntimeError: no window is open. On the CPU also: a layer has not run in it; call :meth:`cancel`. The window
-                stays open.
+            RuntimeError: no window is open, or a fold or copy has failed. On the CPU also: a layer has not run in the
+                window. The window stays open; call :meth:`cancel`.
             ValueError, TypeError: a shape, dtype or device is wrong. On the CPU also: a number is not between 1 and the
                 tokens of the request. The window stays open. On CUDA, every later window skips such a request (its
                 outputs are zeros) until its slot is reset or folded.
         """
         self._require(State.OPEN, "commit")
+        if self._fold_plan is not None:
+            raise RuntimeError("commit: no window is open, but a fold has failed; call cancel()")
         requests = self._num_requests
         validation.tensor("commit: num_kept", num_kept, torch.int32, dims=1, least=requests, device=self.device)
         slots = self._slots[:requests]
@@ -361,20 +356,28 @@ class RecurrentStates(Stateful[RecurrentLayer]):
     def cancel(self) -> None:
         """Undo the window and close it: none of its tokens stay, and nothing is pending.
 
-        In a ring, the accepted rows of a request whose state was not to be stored stay pending. With ``chunk``, so
-        do the rows after a chunk that was to be stored.
+        With ``chunk``, the accepted rows of a request whose state was not to be stored stay pending, and so do the rows
+        after a chunk that was to be stored.
 
         The forward may have stopped at any layer. Layers that ran have applied the rows that were pending before the
         window; cancel applies them in the other layers. The states are those of a window that had just begun. For
         requests with ``is_window`` False, cancel keeps what another kernel wrote.
 
-        If this raises, the window stays open and cancel can be called again.
+        After a :meth:`fold` or :meth:`copy` that failed, cancel finishes it. If cancel raises, call it again.
 
         Raises:
             RuntimeError: no window is open.
         """
         self._require(State.OPEN, "cancel")
-        self._undo()
+        if self._fold_plan is not None:
+            self._finish_fold()
+            return
+        plan = self.plan
+        if self.chunk:  # the window would store this many rows; the others stay pending
+            plan = plan.clone()
+            plan[:, 1].clamp_(max=self.chunk)
+        self._fold.apply(plan, self.window_id)  # repeatable: each folded layer is marked
+        self.cursors.drop_window(self.plan[:, 0].long())
         self._close()
 
     # ------------------------------------------------------------ between windows
@@ -420,34 +423,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             )
         self._fold_into(source_slots, target_slots, keep_source=True)
 
-    def rewind(self, slots: Tensor, tokens: Tensor) -> Tensor:
-        """Take back the last accepted tokens of slots, as far as they are pending. This changes no state.
-
-        Tokens that a state contains cannot be taken back. With a ring, up to ``ring_rows`` tokens may be pending.
-
-        Args:
-            slots: int32 or int64 ``[E]``; 0 or less = padding. Slots must be distinct.
-            tokens: int32 ``[E]``: number of tokens to take back. A negative number counts as 0.
-
-        Returns:
-            int32 ``[E]``: the number of tokens that were taken back. It is less than ``tokens`` if fewer are pending,
-            and 0 for a request that windows skip because its count is invalid.
-
-        Raises:
-            RuntimeError: a window is open.
-            ValueError, TypeError: a shape, dtype or device is wrong. On the CPU also ValueError if a slot above 0 is
-                named twice. Nothing has changed then.
-            IndexError: on the CPU, a slot does not exist. Nothing has changed then. CUDA skips such a slot.
-        """
-        self._require(State.CLOSED, "rewind")
-        self._check_slots("rewind: slots", slots)
-        validation.tensor("rewind: tokens", tokens, torch.int32, dims=1, device=self.device)
-        if tokens.shape != slots.shape:
-            raise ValueError(f"rewind: tokens must be as many as slots, {slots.shape[0]}, got {tokens.shape[0]}")
-        if self.device.type == "cpu" and (named := slots[slots > 0]).unique().numel() < named.numel():
-            raise ValueError(f"rewind: slots must be distinct, got {validation.shown(slots.tolist())}")
-        return self.cursors.rewind(self._existing("rewind", slots), self.num_kept, tokens)
-
     def reset(self, slots: Tensor) -> None:
         """Set the states of slots to zero, with nothing pending. Use it for new requests; it fills each layer.
 
@@ -474,30 +449,39 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         # Compiled or captured layers may run outside a window, as in a warm-up. They must not apply this plan again.
         self.plan.zero_()
 
-    def _undo(self) -> None:
-        """Fold the rows from before the open window in the layers that have not run, and drop the window's rows.
-
-        It can be repeated: each folded layer is marked, and a second call skips it.
-        """
-        plan = self.plan
-        if self.chunk:  # the window would store this many rows; the others stay pending
-            plan = plan.clone()
-            plan[:, 1].clamp_(max=self.chunk)
-        self._fold.apply(plan, self.window_id)
-        self.cursors.drop_window(self.plan[:, 0].long())
+    @contextlib.contextmanager
+    def _opening(self, plan: Tensor) -> Iterator[None]:
+        """Open the states before a launch that plans. If it raises and has planned nothing, they are closed again."""
+        self._state = State.OPEN
+        try:
+            yield
+        except BaseException:
+            if has_no_data(plan) or not plan.any():
+                self._fold_plan, self._state = None, State.CLOSED
+            raise
 
     def _fold_into(self, source_slots: Tensor, target_slots: Tensor, *, keep_source: bool) -> None:
         kept = self.num_kept.index_select(0, source_slots.clamp(0, self.num_slots - 1))
-        self._between.run(source_slots, target_slots, kept, keep_source=keep_source)
+        plan = self._fold_plan = torch.zeros(source_slots.shape[0], 4, dtype=torch.int32, device=self.device)
+        self._fold_number.sub_(1)
+        with self._opening(plan):  # the plan clears the cursors before the first layer is folded
+            self.cursors.plan_fold(plan, source_slots, target_slots, kept, keep_source)
+        self._finish_fold()
+
+    def _finish_fold(self) -> None:
+        """Fold the layers that a fold has not reached."""
+        assert self._fold_plan is not None
+        if len(self._fold_plan):
+            self._fold.apply(self._fold_plan, self._fold_number)
+        self._fold_plan, self._state = None, State.CLOSED
 
     def _check_slots(self, what: str, slots: Tensor) -> None:
         validation.tensor(what, slots, *_SLOT_DTYPES, dims=1, device=self.device)
 
     def _existing(self, method: str, slots: Tensor) -> Tensor:
-        """Finish a fold that stopped half-way. Return the slots, and 0 for each one that does not exist."""
+        """Return the slots, and 0 for each one that does not exist."""
         if self.device.type == "cpu" and slots.numel() and int(slots.max()) >= self.num_slots:
             raise IndexError(f"{method}: slots must be less than {self.num_slots}, got {int(slots.max())}")
-        self._between.finish()
         return torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
 
     def _check_begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None) -> None:

@@ -64,16 +64,13 @@ class Requests:
         dtype=torch.bfloat16,
         per_channel=False,
         seed=0,
-        ring_rows=0,
         chunk=0,
     ):
         torch.manual_seed(seed)
         self.device, self.requests, self.rows, self.heads, self.dtype = device, requests, rows, heads, dtype
-        self.per_channel, self.ring_rows, self.chunk, self.random = per_channel, ring_rows, chunk, random.Random(seed)
+        self.per_channel, self.chunk, self.random = per_channel, chunk, random.Random(seed)
         self.allow_neg_eigval, self.gate_lower_bound = False, None
-        layer = make_layer(
-            heads, requests + 1, rows, state_dtype, dtype, per_channel, gap=64, seed=seed, ring_rows=ring_rows
-        )
+        layer = make_layer(heads, requests + 1, rows, state_dtype, dtype, per_channel, gap=64, seed=seed, chunk=chunk)
         state, *records = layer.tensors
         records, self.ran = records[:-1], torch.zeros(1, dtype=torch.int64, device=device)
         self.state, self.records = torch.zeros_like(state, device=device), [r.to(device) for r in records]
@@ -83,7 +80,7 @@ class Requests:
         self.dt_bias = torch.randn(heads.value_heads, *channels, device=device)
         self.weight = torch.rand(heads.value_width, device=device)
         self.plan = torch.zeros(requests, 4, dtype=torch.int32, device=device)
-        self.cursors = torch.zeros(requests + 1, 3 if ring_rows else 2, dtype=torch.int32, device=device)
+        self.cursors = torch.zeros(requests + 1, 3 if chunk else 2, dtype=torch.int32, device=device)
         self.window_id = torch.zeros(1, dtype=torch.int64, device=device)
         self.slots = torch.arange(1, requests + 1, dtype=torch.int32, device=device)
         self.kept = torch.ones(requests, dtype=torch.int32, device=device)
@@ -113,7 +110,7 @@ class Requests:
     def open(self, window: Window) -> None:
         ops.plan_recurrent_window(
             self.plan, self.cursors, self.window_id, self.slots, window.starts, self.kept, self.rows,
-            ring_rows=self.ring_rows, chunk=self.chunk,
+            chunk=self.chunk,
         )  # fmt: skip
 
     def verify(self, window: Window, out, state=None, plan=None, every=None, norm=None, use_qk_l2norm=True) -> None:
@@ -122,8 +119,7 @@ class Requests:
             window.a, window.b, self.A_log, self.dt_bias, self.plan if plan is None else plan, self.window_id,
             window.starts, self.scale, gate=window.gate if norm else None, norm_weight=self.weight if norm else None,
             gate_activation=norm or "silu", all_states=every, use_qk_l2norm=use_qk_l2norm,
-            allow_neg_eigval=self.allow_neg_eigval, gate_lower_bound=self.gate_lower_bound, ring_rows=self.ring_rows,
-            chunk=self.chunk,
+            allow_neg_eigval=self.allow_neg_eigval, gate_lower_bound=self.gate_lower_bound, chunk=self.chunk,
         )  # fmt: skip
 
     def run(self, window: Window, **options):
@@ -406,123 +402,15 @@ def test_bits_over_many_steps(device, state_dtype, per_channel, steps, heads):
     assert requests.state[1:].float().abs().max() > 0.1
 
 
-RINGS = {  # drafts, rows that may be pending, heads, decays per channel
-    "K=0": (0, 6, HEADS, False),
-    "K=1": (1, 6, HEADS, False),
-    "K=3": (3, 8, HEADS, False),
-    "K=7": (7, 12, HEADS, False),
-    "K=3, smallest": (3, 4, HEADS, False),
-    "K=15, longest": (15, 16, HEADS, False),
-    "K=0, kda": (0, 6, HEADS, True),
-    "K=3, kda": (3, 8, HEADS, True),
-    "K=0, 64": (0, 6, Heads(1, 3, 64, 64), False),
-    "K=3, 64": (3, 8, Heads(1, 3, 64, 64), False),
-    "K=3, 64, kda": (3, 8, Heads(1, 3, 64, 64), True),
-    "K=3, 96": (3, 8, Heads(2, 2, 96, 192), False),
-    "K=3, 256, kda": (3, 8, Heads(1, 2, 256, 256), True),
-}
-
-
-@pytest.mark.parametrize("norm", [None, "silu"])
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-@pytest.mark.parametrize("ring", RINGS)
-def test_bits_of_a_ring(device, ring, state_dtype, norm):
-    """The other scheme has no record: from the state that the ring has stored, one window runs all tokens since."""
-    drafts, ring_rows, heads, per_channel = RINGS[ring]
-    count, rows = 5, drafts + 1
-    requests = Requests(device, count, rows, state_dtype, heads, per_channel=per_channel, ring_rows=ring_rows)
-    other = Requests(device, count, ring_rows + rows, state_dtype, heads, per_channel=per_channel, seed=1)
-    other.A_log, other.dt_bias, other.weight = requests.A_log, requests.dt_bias, requests.weight
-    slots = range(1, count + 1)
-    nothing = int32([[slot, 0, 0, slot] for slot in slots], device)
-    pool = requests.draw([512])
-    stored = requests.state.clone()
-    history = {slot: [] for slot in slots}  # accepted tokens since the state was stored
-
-    def window_of(tokens):
-        starts = torch.tensor([0, *(len(some) for some in tokens)]).cumsum(0)
-        chosen = torch.tensor([token for some in tokens for token in some], dtype=torch.int64, device=device)
-        parts = (getattr(pool, part)[chosen] for part in ("q", "k", "v", "a", "b", "gate"))
-        return Window(*parts, starts.to(device, torch.int32))
-
-    def run_other(tokens):
-        window = window_of(tokens)
-        out, every = torch.empty_like(window.gate), other.states_of(window)
-        other.verify(window, out, state=stored.clone(), plan=nothing, every=every, norm=norm)
-        return out, every, window.starts.tolist()[1:]
-
-    def store(stores):
-        _, every, ends = run_other(list(history.values()))
-        for slot, end in zip(slots, ends, strict=True):
-            if slot in stores and history[slot]:
-                stored[slot], history[slot] = every[end - 1], []
-
-    counted = 0
-    for _ in range(60):
-        lengths = requests.ragged()
-        fresh = {slot: requests.random.choices(range(512), k=n) for slot, n in zip(slots, lengths, strict=True)}
-        stores = [slot for slot in slots if len(history[slot]) + len(fresh[slot]) > ring_rows]
-        store(stores)
-        out = requests.run(window_of(list(fresh.values())), norm=norm)
-        expected, _, ends = run_other([history[slot] + fresh[slot] for slot in slots])
-        mine = [end - back for end, n in zip(ends, lengths, strict=True) for back in range(n, 0, -1)]
-        assert same_bits(out, expected[mine])
-        assert requests.plan[:, 3].tolist() == [slot if slot in stores else 0 for slot in slots]
-        assert same_bits(requests.state[1:], stored[1:])
-        requests.accept(lengths)
-        for slot, kept in zip(slots, requests.kept.tolist(), strict=True):
-            history[slot] += fresh[slot][:kept]
-        counted += len(stores)
-    assert 0 < counted < 60 * count
-    requests.fold()
-    store(slots)
-    assert same_bits(requests.state[1:], stored[1:])
-    assert requests.state[1:].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("drafts", "ring_rows", "per_channel", "heads"),
-    [(0, 6, False, HEADS), (3, 8, False, HEADS), (7, 12, False, HEADS), (3, 8, True, HEADS),
-     (3, 8, False, Heads(2, 2, 96, 192))],
-    ids=["K=0", "K=3", "K=7", "kda", "96"],
-)  # fmt: skip
-def test_bits_of_a_ring_over_many_steps(device, drafts, ring_rows, per_channel, heads):
-    """With float32 states a ring has the bits of a scheme that stores the state of every step."""
-    rings, halves = (
-        Requests(device, 4, drafts + 1, torch.float32, heads, per_channel=per_channel, ring_rows=ring)
-        for ring in (ring_rows, 0)
-    )
-    halves.state.copy_(rings.state)
-    halves.A_log, halves.dt_bias = rings.A_log, rings.dt_bias
-    differ, stores = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
-    windows = [(lengths, rings.draw(lengths)) for lengths in (rings.ragged() for _ in range(50))]
-    for step in range(2000):
-        lengths, window = windows[step % len(windows)]
-        out, expected = rings.run(window), halves.run(window)
-        has_stored = rings.plan[:, 3] > 0
-        differ += (bits(out) != bits(expected)).sum()
-        differ += ((rings.state[1:] != halves.state[1:]).flatten(1).any(1) & has_stored).sum()
-        stores += has_stored.sum()
-        rings.accept(lengths)
-        halves.kept.copy_(rings.kept)
-    assert differ.item() == 0
-    assert 0 < stores.item() < 4 * 2000
-    for requests in (rings, halves):
-        requests.fold()
-    assert same_bits(rings.state[1:], halves.state[1:])
-    assert rings.state[1:].isfinite().all()
-    assert rings.state[1:].abs().max() > 0.1
-
-
 # ---------------------------------------------------------------- the chunk form
 
 CHUNK = 16
 PARTS = ("q", "k", "v", "a", "b", "gate")
 
 
-def chunks(device, count, rows, state_dtype, ring_rows=0, **options) -> Requests:
-    """Requests of the chunk form. `ring_rows`: 0 = as few as the form takes."""
-    return Requests(device, count, rows, state_dtype, ring_rows=ring_rows or CHUNK - 1 + rows, chunk=CHUNK, **options)
+def chunks(device, count, rows, state_dtype, **options) -> Requests:
+    """Requests of the chunk form."""
+    return Requests(device, count, rows, state_dtype, chunk=CHUNK, **options)
 
 
 def rows_of(text: Window, tokens, lengths) -> Window:
@@ -579,8 +467,8 @@ def same_layer(requests: Requests, other: Requests) -> Requests:
 @pytest.mark.parametrize("norm", [None, "silu"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_bits_of_chunks_do_not_depend_on_windows(device, state_dtype, norm):
-    """One text cut in many ways, with drafts and without, in rings of any size: each token keeps its bits, and so does
-    the folded state. The kernel for windows of up to four tokens has the bits of that for eight."""
+    """One text cut in many ways, with drafts and without: each token keeps its bits, and so does the folded state. The
+    kernel for windows of up to four tokens has the bits of that for eight."""
     count, end = 4, 70
     first = chunks(device, count, 1, state_dtype)
     text = first.draw([count * end])
@@ -588,11 +476,11 @@ def test_bits_of_chunks_do_not_depend_on_windows(device, state_dtype, norm):
     expected = read_text(first, text, end, norm)
     first.fold()
     assert first.state[1:].isfinite().all()
-    for seed, (rows, ring) in enumerate([(1, 31), (2, 0), (3, 29), (4, 0), (5, 0), (8, 0), (8, 24), (8, 0)]):
-        other = same_layer(chunks(device, count, rows, state_dtype, ring), begun)
-        assert same_bits(read_text(other, text, end, norm, seed), expected), (rows, ring)
+    for seed, rows in enumerate((1, 2, 3, 4, 5, 8, 8, 8)):
+        other = same_layer(chunks(device, count, rows, state_dtype), begun)
+        assert same_bits(read_text(other, text, end, norm, seed), expected), rows
         other.fold()
-        assert same_bits(other.state[1:], first.state[1:]), (rows, ring)
+        assert same_bits(other.state[1:], first.state[1:]), rows
 
 
 @pytest.mark.parametrize("norm", [None, "silu"])
@@ -723,7 +611,7 @@ def test_chunks_are_near_the_oracle(device, state_dtype, options):
     """With every option: windows that store, that cross a boundary and that do neither, padding, and no tokens."""
     planned = (Planned(2, 3, 16, 20), Planned(0, 2), Planned(4, 8, 12, 3), Planned(3, 0), Planned(1, 1, 23))
     arguments = list(
-        verify(Heads(2, 4, 128, 128), planned, state_dtype, rows=8, ring_rows=23, chunk=CHUNK, **options)
+        verify(Heads(2, 4, 128, 128), planned, state_dtype, rows=8, chunk=CHUNK, **options)
     )  # fmt: skip
     plan = arguments[14]
     plan[:, 3] = torch.where(plan[:, 1] < CHUNK, 0, plan[:, 3])
@@ -737,7 +625,7 @@ def test_chunks_are_near_the_oracle(device, state_dtype, options):
         torch.testing.assert_close(mine[1:].cpu(), other[1:], **close)
     assert torch.equal(ours[6].cpu(), arguments[6])
     if options.get("all_states"):
-        torch.testing.assert_close(ours[-5].cpu(), arguments[-5], **close)
+        torch.testing.assert_close(ours[-4].cpu(), arguments[-4], **close)
 
 
 def test_plans_that_split_a_chunk_are_skipped(device):
@@ -762,16 +650,15 @@ def test_chunks_of_half_inputs(device):
 # ---------------------------------------------------------------- items and blocks
 
 
-@pytest.mark.parametrize("ring_rows", [0, 8])
 @pytest.mark.parametrize("heads", [Heads(4, 16, 128, 128), Heads(4, 16, 64, 256), Heads(10, 10, 96, 192)], ids=str)
 @pytest.mark.parametrize("norm", [None, "silu"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-def test_requests_alone_and_together(device, state_dtype, norm, heads, ring_rows):
+def test_requests_alone_and_together(device, state_dtype, norm, heads):
     """Blocks have different numbers of threads or rows for one request and for many. Some requests are padded."""
-    together = Requests(device, 50, 4, state_dtype, heads, ring_rows=ring_rows)
+    together = Requests(device, 50, 4, state_dtype, heads)
     together.slots[::7] = 0
-    alone = Requests(device, 50, 4, state_dtype, heads, ring_rows=ring_rows)
-    for _ in range(6 if ring_rows else 3):
+    alone = Requests(device, 50, 4, state_dtype, heads)
+    for _ in range(3):
         lengths = together.ragged()
         window = together.draw(lengths)
         out = together.run(window, norm=norm)
@@ -786,7 +673,7 @@ def test_requests_alone_and_together(device, state_dtype, norm, heads, ring_rows
             plan = torch.zeros(1, 4, dtype=torch.int32, device=device)
             ops.plan_recurrent_window(
                 plan, alone.cursors, alone.window_id, together.slots[q : q + 1], one.starts,
-                together.kept[q : q + 1], 4, ring_rows=ring_rows,
+                together.kept[q : q + 1], 4,
             )  # fmt: skip
             alone.verify(one, piece, plan=plan, norm=norm)
             pieces.append(piece)
@@ -841,28 +728,6 @@ def test_long_records(device, heads, per_channel, norm):
         requests.accept(lengths)
         requests.fold()
         assert same_bits(requests.state[1:], every[(window.starts[:-1] + requests.kept - 1).long()])
-
-
-@pytest.mark.parametrize(
-    ("heads", "per_channel", "norm"),
-    [(HEADS, False, "silu"), (Heads(1, 2, 256, 256), True, None), (Heads(1, 96, 256, 256), True, None)],
-    ids=["128", "256-kda", "256-kda-many"],
-)
-def test_longest_rings(device, heads, per_channel, norm):
-    """Their rows need the most shared memory: 16 pending ones and windows of 16."""
-    rings, halves = (
-        Requests(device, 3, 16, torch.float32, heads, per_channel=per_channel, ring_rows=ring) for ring in (16, 0)
-    )
-    for name in ("state", "A_log", "dt_bias", "weight"):
-        getattr(halves, name).copy_(getattr(rings, name))
-    for lengths in ([3, 1, 16], [12, 1, 16], [16, 2, 5], [16, 16, 16]):
-        window = rings.draw(lengths)
-        assert same_bits(rings.run(window, norm=norm), halves.run(window, norm=norm))
-        rings.accept(lengths)
-        halves.kept.copy_(rings.kept)
-    for requests in (rings, halves):
-        requests.fold()
-    assert same_bits(rings.state[1:], halves.state[1:])
 
 
 def laid_out(states, shift, gap):
@@ -941,15 +806,15 @@ def test_offsets_beyond_32_bits(device):
 # ---------------------------------------------------------------- graphs and streams
 
 
-@pytest.mark.parametrize(("ring_rows", "chunk"), [(0, 0), (8, 0), (19, 16)], ids=["halves", "ring", "chunk"])
+@pytest.mark.parametrize("chunk", [0, CHUNK])
 @pytest.mark.parametrize("norm", [None, "silu"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-def test_window_in_a_cuda_graph(device, state_dtype, norm, ring_rows, chunk):
+def test_window_in_a_cuda_graph(device, state_dtype, norm, chunk):
     """Captured once, for the most tokens; every replay has other lengths, slots, padding, inputs and acceptance, and is
     compared with a run without a graph."""
     count, rows = 12, 4
-    captured = Requests(device, count, rows, state_dtype, ring_rows=ring_rows, chunk=chunk)
-    eager = Requests(device, count, rows, state_dtype, ring_rows=ring_rows, chunk=chunk)
+    captured = Requests(device, count, rows, state_dtype, chunk=chunk)
+    eager = Requests(device, count, rows, state_dtype, chunk=chunk)
     window = captured.draw([rows] * count)
     out = torch.zeros_like(window.gate)
 
@@ -1053,11 +918,11 @@ def test_launches_behind_each_other(device, norm, heads):
 
 @pytest.mark.parametrize("heads", [HEADS, Heads(4, 64, 128, 128)], ids=["few blocks", "many"])
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_windows_of_a_ring_behind_each_other(device, drafts, heads):
+def test_chunk_windows_behind_each_other(device, drafts, heads):
     """A plan and a window read what the ones before them wrote, with and without a wait after each."""
     runs = []
     for waits in (False, True):
-        requests = Requests(device, 5, drafts + 1, torch.float32, heads, ring_rows=8)
+        requests = Requests(device, 5, drafts + 1, torch.float32, heads, chunk=CHUNK)
         window = requests.draw([drafts + 1] * 5)
         outs = [torch.empty_like(window.gate) for _ in range(60)]
         torch.cuda.synchronize()

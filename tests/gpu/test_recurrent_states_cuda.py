@@ -8,10 +8,9 @@ from itertools import accumulate
 
 import pytest
 import torch
-from recurrent_states import KINDS, Decoding
+from recurrent_states import CHUNK, CHUNK_KINDS, KINDS, Decoding
 
 TOKENS = 20
-RING_KINDS = [name for name, kind in KINDS.items() if kind.state_dtype == torch.float32]
 
 
 @contextmanager
@@ -28,11 +27,11 @@ def test_a_wait_is_found(device):
         torch.ones(1, device=device).item()
 
 
-@pytest.mark.parametrize("ring_rows", [0, 8])
-def test_nothing_waits_and_layers_are_replayed(device, ring_rows):
+@pytest.mark.parametrize("chunk", [0, CHUNK])
+def test_nothing_waits_and_layers_are_replayed(device, chunk):
     """Captured once. Every replay has other requests, lengths and slots, and other tokens that stay."""
-    kinds = RING_KINDS if ring_rows else KINDS  # a ring rounds a bfloat16 state less often than the other scheme
-    decoding = Decoding(kinds, max_requests=5, num_slots=8, ring_rows=ring_rows, device=device)
+    kinds = CHUNK_KINDS if chunk else KINDS
+    decoding = Decoding(kinds, max_requests=5, num_slots=8, chunk=chunk, device=device)
     states, kinds = decoding.states, decoding.kinds
     slots = [1, 2, 3, 4]
     decoding.start(*slots)
@@ -71,12 +70,15 @@ def test_nothing_waits_and_layers_are_replayed(device, ring_rows):
             assert not outs[name][len(own) :].any()
             if not cancelled:
                 layer.commit(stay)
-        if cancelled and not ring_rows:
+        if cancelled and not chunk:
             decoding.assert_folded(*windows)
         if step % 5 == 0:
             with no_waiting():
                 states.fold(folded)
             decoding.assert_folded(1, 3)
+            for layer in decoding.every_state.values():
+                for slot in (1, 3):
+                    layer.begin_chunk(slot)
     sources, targets, gone = (decoding.tensor(some) for some in ([1, 2], [5, 6], [4]))
     with no_waiting():
         states.copy(sources, targets)

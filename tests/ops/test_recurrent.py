@@ -145,8 +145,8 @@ BAD_WINDOWS = {
         "cursors must name half 0 or 1 of a record, got 2 in slot 2",
     ),
     "more rows than a ring holds": (
-        {"cursors": ((0, 0, 0), (3, 0, 0), (2, 1, INT32_MAX), (0, 1, 4), (1, 0, 3), (0, 0, 0)), "ring_rows": 5}, 0,
-        ValueError, "cursors must have from 0 to 6 rows pending in a slot, got 2147483647 in slot 2",
+        {"cursors": ((0, 0, 0), (3, 0, 0), (2, 1, INT32_MAX), (0, 1, 4), (1, 0, 3), (0, 0, 0)), "chunk": 16}, 0,
+        ValueError, "cursors must have from 0 to 19 rows pending in a slot, got 2147483647 in slot 2",
     ),
 }  # fmt: skip
 
@@ -219,13 +219,13 @@ def may_write(arguments: tuple) -> list[torch.Tensor]:
     given = named(VERIFY, arguments)
     views = [given["layer_window"]]
     starts, plan = given["query_start_loc"].tolist(), given["plan"].tolist()
-    ring_rows, keys = given.get("ring_rows", 0), given["record_keys"]
+    chunk, keys = given.get("chunk", 0), given["record_keys"]
     for (source, rows, first, target), begin, end in zip(plan, starts, starts[1:], strict=False):
         views.append(given["out"][begin:end])
-        slot = target if target > 0 or not ring_rows else source
+        slot = target if target > 0 or not chunk else source
         if slot <= 0 or begin == end:
             continue
-        first = (first + rows) % keys.shape[2] if ring_rows else 1 - first
+        first = (first + rows) % keys.shape[2] if chunk else 1 - first
         for token in range(end - begin):
             half, row, update_row = oracle.place_of(keys, first, token)
             views += [given[f"record_{kind}"][slot, half, row] for kind in ("keys", "norms", "decays")]
@@ -642,28 +642,21 @@ class Pair:
 
     SLOTS, MOST_TOKENS = 7, 4
 
-    def __init__(self, state_dtype, per_channel, device, heads=ONE_HEAD, ring_rows=0):
+    def __init__(self, state_dtype, per_channel, device, heads=ONE_HEAD):
         self.dice = random.Random(0)
         self.device, self.heads = device, heads
-        self.ring_rows = ring_rows
-        layers = [
-            samples.make_layer(
-                heads, self.SLOTS, self.MOST_TOKENS, state_dtype, per_channel=per_channel, ring_rows=ring
-            )
-            for ring in (ring_rows, 0)
-        ]
-        for made in layers:
-            made.state.zero_()
-        self.ours, self.stored = (layouts.twin(made.tensors, device) for made in layers)
+        made = samples.make_layer(heads, self.SLOTS, self.MOST_TOKENS, state_dtype, per_channel=per_channel)
+        made.state.zero_()
+        self.ours, self.stored = (layouts.twin(made.tensors, device) for _ in range(2))
         pool = samples.packed_inputs(512, heads, per_channel=per_channel)
         self.pool = layouts.twin(tuple(pool), device)
         self.every = torch.zeros(self.SLOTS, self.MOST_TOKENS, *made.state.shape[1:], dtype=state_dtype, device=device)
         self.plan = torch.zeros(self.SLOTS, 4, dtype=torch.int32, device=device)
         self.fold_plan = torch.zeros(1, 4, dtype=torch.int32, device=device)
-        self.cursors = torch.zeros(self.SLOTS, 3 if ring_rows else 2, dtype=torch.int32, device=device)
+        self.cursors = torch.zeros(self.SLOTS, 2, dtype=torch.int32, device=device)
         self.window = torch.zeros(1, dtype=torch.int64, device=device)
         self.pending = [0] * self.SLOTS  # tokens of a slot's last window
-        self.kept = self.windows = self.stored_windows = 0
+        self.kept = 0
 
     def tensor(self, values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -690,16 +683,14 @@ class Pair:
         query_start_loc = self.tensor(starts)
         ops.plan_recurrent_window(
             self.plan, self.cursors, self.window, self.tensor(slots), query_start_loc, self.tensor(kept),
-            self.MOST_TOKENS, ring_rows=self.ring_rows,
+            self.MOST_TOKENS,
         )  # fmt: skip
         first = self.dice.randrange(512 - starts[-1])
         q, k, v, a, b, *weights = self.pool
         inputs = [*(t[first : first + starts[-1]] for t in (q, k, v, a, b)), *weights]
         scale = self.heads.key_width**-0.5
         out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
-        ops.gated_delta_verify(
-            out, *self.ours, *inputs, self.plan, self.window, query_start_loc, scale, ring_rows=self.ring_rows
-        )
+        ops.gated_delta_verify(out, *self.ours, *inputs, self.plan, self.window, query_start_loc, scale)
         nothing = self.tensor([[slot, 0, 0, slot] for slot in slots])
         other = torch.empty_like(out)
         states = torch.empty(starts[-1], *self.every.shape[2:], dtype=self.every.dtype, device=self.device)
@@ -707,11 +698,8 @@ class Pair:
             other, *self.stored, *inputs, nothing, self.window, query_start_loc, scale, all_states=states
         )
         assert torch.equal(out.view(torch.int16), other.view(torch.int16))
-        stores = {target for *_, target in self.plan.tolist() if target}
-        for slot in range(1, self.SLOTS) if not self.ring_rows else stores:
+        for slot in range(1, self.SLOTS):
             assert torch.equal(self.ours[0][slot], self.stored[0][slot])
-        self.stored_windows += len(stores)
-        self.windows += sum(slot > 0 for slot in slots)
         for slot, begin, end in zip(slots, starts, starts[1:], strict=False):
             if slot:
                 self.every[slot, : end - begin] = states[begin:end]
@@ -745,7 +733,7 @@ class Pair:
         self.ours[0][slot] = self.stored[0][slot] = samples.drawn(*self.ours[0].shape[1:], seed=slot).to(self.ours[0])
         ops.plan_recurrent_window(
             self.plan, self.cursors, self.window, self.tensor([slot]), self.tensor([0, 9]), self.tensor([0]),
-            self.MOST_TOKENS, flags(0).to(self.device), ring_rows=self.ring_rows,
+            self.MOST_TOKENS, flags(0).to(self.device),
         )  # fmt: skip
         assert not self.plan.any()
         self.pending[slot] = 0
@@ -768,112 +756,13 @@ def test_bits_of_a_scheme_that_stores_every_state(device, state_dtype, per_chann
     assert pair.ours[0].float().abs().max() > 0.1
 
 
-@pytest.mark.parametrize(
-    ("ring_rows", "per_channel", "steps"), [(4, False, 2_000), (6, False, 10_000), (28, True, 2_000)], ids=str
-)
-def test_bits_of_a_ring(device, ring_rows, per_channel, steps):
-    """Compare a ring with storing always: outputs of every token, and states whenever the ring stores one.
-
-    The states are float32. A bfloat16 state is rounded at a store, so a ring rounds it less often.
-    """
-    pair = Pair(torch.float32, per_channel, device, ring_rows=ring_rows)
-    pair.run(steps)
-    assert 0 < pair.stored_windows < pair.windows
-    assert pair.ours[0].float().abs().max() > 0.1
-
-
-def test_window_of_a_ring_by_hand(device):
-    """A ring of five rows and windows of three: accepted rows wait until the next window would not fit."""
-    plan, cursors = samples.poisoned_plan(1).to(device), torch.zeros(2, 3, dtype=torch.int32, device=device)
-    window, slot, seen = int64(0).to(device), int32(1).to(device), []
-    for tokens, kept in ((3, 9), (3, 2), (2, 2), (3, 1), (3, 3)):
-        ops.plan_recurrent_window(
-            plan, cursors, window, slot, int32(0, tokens).to(device), int32(kept).to(device), 3, ring_rows=5
-        )
-        seen.append((plan[0].tolist(), cursors[1].tolist()))
-    assert seen == [
-        ([1, 0, 0, 0], [3, 0, 0]), ([1, 2, 0, 0], [3, 0, 2]), ([1, 4, 0, 1], [2, 4, 0]), ([1, 1, 4, 0], [3, 4, 1]),
-        ([1, 4, 4, 1], [3, 0, 0]),
-    ]  # fmt: skip
-    folded = samples.poisoned_plan(1).to(device)
-    cursors[1] = torch.tensor([3, 6, 2], dtype=torch.int32)
-    ops.plan_recurrent_fold(folded, cursors, slot, slot, int32(2).to(device))
-    assert (folded[0].tolist(), cursors[1].tolist()) == ([1, 4, 6, 1], [0, 6, 0])
-
-
-def ring_rows_of(window, ring):
-    """Return rows (slot, tokens, rows, first row, target): pending rows and windows that wrap, stores, none, a move."""
-    rows, short = window + ring, max(window - 1, 1)
-    return (
-        (2, window, ring, rows - 2, 0), (0, 2, 0, 0, 0), (3, short, ring - window, rows - 1 - (ring - window), 3),
-        (1, window, 0, rows - 1, 0), (4, window, ring, (2 * rows - 1 - ring) % rows, 5),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("heads", "window", "ring"),
-    [(Heads(2, 4), 3, 5), (Heads(1, 2, 128, 128), 1, 6), (Heads(1, 2, 128, 64), 8, 12), (Heads(1, 1, 96, 192), 4, 8)],
-    ids=str,
-)
-def test_verify_with_a_ring(device, heads, window, ring, state_dtype, per_channel):
-    """Compare rings with the oracle: rows that wrap, stores and none, every gate. All other bytes stay."""
-    planned = ring_rows_of(window, ring)
-    requests = tuple(samples.Planned(slot, tokens) for slot, tokens, *_ in planned)
-    rows = [(slot, rows, first, target) for slot, _, rows, first, target in planned]
-    plan = layouts.surrounded(torch.tensor([*rows, (0,) * 4], dtype=torch.int32))
-    for options in (
-        {}, {"all_states": True}, {"norm": "silu", "all_states": True}, {"gate_lower_bound": -5.0},
-        {"given_gates": True}, {"shift": 4},
-    ):  # fmt: skip
-        arguments = samples.verify(
-            heads, requests, state_dtype, per_channel=per_channel, rows=window, ring_rows=ring, slots=6, **options
-        )
-        arguments = with_arguments(VERIFY, arguments, plan=plan)
-        check_verify(arguments, device)
-
-
-def test_only_a_ring_has_windows_without_a_store(device):
-    """A record with two halves always stores. There, a row without a target is padding."""
+def test_row_without_a_target_is_padding(device):
+    """Only chunks have windows without a store."""
     arguments = samples.verify(requests=(samples.Planned(2, 2), samples.Planned(3, 1)))
     plan = layouts.surrounded(torch.tensor([[2, 1, 0, 0], [3, 0, 0, 3]], dtype=torch.int32))
     out = named(VERIFY, check_verify(with_arguments(VERIFY, arguments, plan=plan), device))["out"]
     assert not out[:2].any()
     assert out[2].any()
-
-
-def test_fold_of_a_ring(device):
-    """Rows that wrap are folded in order, and a plan without a target changes nothing."""
-    check_fold(samples.fold(2, folds=((2, 5, 6, 2), (3, 4, 1, 0), (1, 3, 7, 4)), ring_rows=5), device)
-
-
-@pytest.mark.parametrize(
-    ("ring_rows", "sentence"),
-    [(2, "at least the 3 rows of a window and with them at most 32, got 2"), (30, "at most 32, got 30")],
-)
-def test_refused_rings(device, ring_rows, sentence):
-    arguments = layouts.twin(samples.window(), device)
-    with pytest.raises(ValueError, match=f"plan_recurrent_window: ring_rows must be 0, or .*{sentence}"):
-        ops.plan_recurrent_window(*arguments[:1], torch.zeros(6, 3, dtype=torch.int32, device=device), *arguments[2:],
-                                  ring_rows=ring_rows)  # fmt: skip
-
-
-def test_a_window_past_its_ring(device):
-    requests = (samples.Planned(2, 3, 2, 1),)
-    arguments = layouts.twin(samples.verify(requests=requests, ring_rows=5), device)
-    halves = layouts.twin(samples.verify(requests=requests), device)
-    keys = argument_names(VERIFY).index("ring_rows")
-    oracle_checks.refuse(VERIFY, (*arguments[:keys], 0), ValueError, r"record_keys must be \[5, 2, record_rows")
-    oracle_checks.refuse(VERIFY, (*halves[:keys], 3), ValueError, r"record_keys must be \[5, 1, record_rows")
-    oracle_checks.refuse(VERIFY, (*arguments[:keys], 2), ValueError, "record_keys must be of 3 to 4 rows")
-    if device == "cpu":
-        for row, sentence in (
-            ((2, 6, 0, 2), "plan must reapply from 0 to the 5 rows"),
-            ((2, 1, 8, 0), "plan must name a first row below 8 of a ring, got 8 in row 0"),
-        ):
-            plan = torch.tensor([row, (0,) * 4], dtype=torch.int32)
-            oracle_checks.refuse(VERIFY, with_arguments(VERIFY, arguments, plan=plan), ValueError, sentence)
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])

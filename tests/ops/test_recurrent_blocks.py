@@ -71,8 +71,13 @@ def test_any_blocks(data):
     def of_rows(least: int, most: int) -> tuple[int, ...]:
         return tuple(data.draw(st.integers(least, most)) for _ in range(rows))
 
-    after = data.draw(st.booleans())
-    drawn = {"source_columns": of_rows(-1, columns - 1), "num_kept": of_rows(-1, 7)}
+    pending = data.draw(st.lists(st.integers(0, 5), min_size=49, max_size=49))
+    sources, after = of_rows(-1, columns - 1), data.draw(st.booleans())
+    kept = []
+    for row, column in enumerate(sources):
+        rows_of = [pending[table[row][column]] for table in tables if column >= 0 and pending[table[row][column]]]
+        kept.append(data.draw(st.integers(1, min(rows_of)) if rows_of else st.integers(-1, 7)))
+    drawn = {"source_columns": sources, "num_kept": tuple(kept)}
     drawn |= (
         {"num_computed_tokens": of_rows(-1, columns * size)} if after else {"target_columns": of_rows(-1, columns - 1)}
     )
@@ -83,7 +88,6 @@ def test_any_blocks(data):
         drawn, tables, tuple(padded), ring, ring and not after and data.draw(st.booleans()),
         data.draw(st.sampled_from((torch.int32, torch.int64))), size, data.draw(st.integers(0, 2)),
     ))  # fmt: skip
-    pending = data.draw(st.lists(st.integers(0, 5), min_size=49, max_size=49))
     cursors = torch.zeros(49, 3 if ring else 2, dtype=torch.int32)
     cursors[:, 0] = torch.tensor(pending)
     arguments[1] = cursors
@@ -96,7 +100,7 @@ def test_the_folds_are_those_of_their_slots(device):
     again = layouts.twin(arguments)
     getattr(ops, OP)(*arguments)
     plan, cursors = again[:2]
-    sources, targets, rows = (int32(*values).to(device) for values in ((6, 1, 0), (8, 2, 0), (9, 2, 1)))
+    sources, targets, rows = (int32(*values).to(device) for values in ((6, 1, 0), (8, 2, 0), (2, 2, 1)))
     ops.plan_recurrent_fold(plan, cursors, sources, targets, rows)
     assert torch.equal(plan, arguments[0])
     assert torch.equal(cursors, arguments[1])
@@ -150,6 +154,29 @@ def test_invalid_data(device, case):
         assert after[0].any()
 
 
+@pytest.mark.debug_mode
+@pytest.mark.parametrize("columns", [samples.MOVES, samples.FULL_BLOCKS], ids=["moves", "full blocks"])
+@pytest.mark.parametrize("kept", [0, -1, 4, 2**31 - 1])
+def test_invalid_number_of_kept_tokens(device, kept, columns):
+    """Three rows are pending. CUDA leaves the request out in both tables, and counts both entries."""
+    numbers = (*columns["num_kept"][:2], kept, 1)
+    arguments = samples.block_fold(columns | {"num_kept": numbers}, num_skipped=7)
+    arguments = with_pending(arguments, b1=2, b3=2, b6=3, b7=3, b14=3, b15=3)
+    sentence = rf"num_kept\[2\] must be from 1 to the 3 tokens of the request's last window, got {kept}"
+    after = check_bad_data(OP, arguments, ValueError, sentence, device)
+    if after is not None:
+        plan, cursors, skipped = after[0], after[1], after[-1]
+        assert (plan[0].any(), plan[1].any(), plan[5].any()) == (False, True, False)
+        assert cursors[[6, 7, 14, 15], 0].tolist() == [3, 3, 3, 3]
+        assert skipped.item() == 7 + 2
+
+
+def test_number_of_kept_tokens_is_ignored_if_nothing_is_pending(device):
+    for columns in (samples.MOVES, samples.FULL_BLOCKS):
+        arguments = with_pending(samples.block_fold(columns | {"num_kept": (0, 99, -1, 1)}))
+        oracle_checks.assert_same_as_oracle(OP, arguments, device)
+
+
 def test_blocks_that_conflict():
     """Two requests with one block. Only the CPU checks this."""
     tables = (((1, 2, 3), (4, 5, 0), (6, 7, 2), (0, 0, 0)),)
@@ -165,7 +192,7 @@ def test_blocks_that_conflict():
         ({"num_computed_tokens": int32(1, 1, 1, 1)}, ValueError, "target_columns or num_computed_tokens must be given"),
         ({"target_columns": None}, ValueError, "target_columns or num_computed_tokens must be given, and not both"),
         ({"block_size": 4}, ValueError, "block_size must be 0 with target_columns, got 4"),
-        ({"moves_rows": True}, ValueError, r"cursors must be \[num_slots, 3\], those of a ring, with moves_rows"),
+        ({"moves_rows": True}, ValueError, r"cursors must be \[num_slots, 3\], those of chunks, with moves_rows"),
         ({"block_tables": []}, ValueError, "block_tables must hold 1 to 64 tables, got 0"),
         ({"num_kept": int32(1, 1, 1)}, ValueError, r"num_kept must be \[num_states\] with at least 4 elements"),
         (

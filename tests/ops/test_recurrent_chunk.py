@@ -18,7 +18,7 @@ from nwor_ops import ops
 from nwor_ops.testing import layouts
 from nwor_ops.testing.oracle import recurrent as oracle
 
-CHUNK, WINDOW, RING = 16, 8, 23
+CHUNK, WINDOW = 16, 8
 HEADS = Heads(1, 2, 128, 128)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 SCALE = HEADS.key_width**-0.5
@@ -38,7 +38,7 @@ class Stream:
 
     def __init__(self, state_dtype: torch.dtype, heads: Heads = HEADS, *, module=ops) -> None:
         self.layer = samples.make_layer(
-            heads, 4, WINDOW, state_dtype, torch.float32, ring_rows=RING, one_page=False
+            heads, 4, WINDOW, state_dtype, torch.float32, chunk=CHUNK, one_page=False
         )  # fmt: skip
         self.heads, self.module = heads, module
         self.plan, self.cursors = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
@@ -49,12 +49,12 @@ class Stream:
         tokens = inputs.q.shape[0]
         starts = int32(0, tokens)
         self.module.plan_recurrent_window(
-            self.plan, self.cursors, self.window, int32(1), starts, int32(self.kept), WINDOW, None, None, RING, CHUNK
+            self.plan, self.cursors, self.window, int32(1), starts, int32(self.kept), WINDOW, None, None, CHUNK
         )
         out = torch.zeros(tokens, self.heads.value_heads, self.heads.value_width)
         self.module.gated_delta_verify(
             out, *self.layer.tensors, *inputs, self.plan, self.window, starts, SCALE, all_states=all_states,
-            ring_rows=RING, chunk=CHUNK,
+            chunk=CHUNK,
         )  # fmt: skip
         self.kept = kept
         return out
@@ -97,7 +97,7 @@ def test_plan_by_hand():
     plan, cursors, window = torch.zeros(1, 4).int(), torch.zeros(2, 3).int(), int64(0)
     shown = []
     for kept in (0, 7, 8, 8, 5, 8):
-        arguments = (plan, cursors, window, int32(1), int32(0, 8), int32(kept), 8, None, None, RING, CHUNK)
+        arguments = (plan, cursors, window, int32(1), int32(0, 8), int32(kept), 8, None, None, CHUNK)
         twin = [argument.clone() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
         ops.plan_recurrent_window(*arguments)
         oracle.plan_recurrent_window(*twin)
@@ -117,24 +117,13 @@ def test_plan_by_hand():
 def test_a_cursor_past_its_chunk():
     arguments = (torch.zeros(1, 4).int(), torch.tensor([[0, 0, 0], [2, 0, 16]]).int(), int64(0), int32(1), int32(0, 2))
     with pytest.raises(ValueError, match=r"cursors.*15.*16"):
-        ops.plan_recurrent_window(*arguments, int32(1), 8, None, None, RING, CHUNK)
+        ops.plan_recurrent_window(*arguments, int32(1), 8, None, None, CHUNK)
 
 
-@pytest.mark.parametrize(
-    ("rows", "ring", "chunk", "sentence"),
-    [
-        (8, 23, 8, "chunk must be 0 or 16, got 8"),
-        (8, 23, -1, "chunk must be 0 or 16, got -1"),
-        (9, 23, 16, "chunk must be 0 with windows of more than 8 rows, got 16 with windows of 9"),
-        (8, 22, 16, "ring_rows must be at least 23 with chunk 16 and the 8 rows of a window, got 22"),
-        (1, 0, 16, "ring_rows must be at least 16 with chunk 16 and the 1 rows of a window, got 0"),
-    ],
-)
-def test_refused_chunks(rows, ring, chunk, sentence):
-    cursors = torch.zeros(2, 3 if ring else 2).int()
-    with pytest.raises(ValueError, match=f"plan_recurrent_window: ({sentence})"):
+def test_most_tokens_of_a_window():
+    with pytest.raises(ValueError, match="plan_recurrent_window: record_rows must be at most 8 with chunk, got 9"):
         ops.plan_recurrent_window(
-            torch.zeros(1, 4).int(), cursors, int64(0), int32(1), int32(0, 1), int32(0), rows, None, None, ring, chunk
+            torch.zeros(1, 4).int(), torch.zeros(2, 3).int(), int64(0), int32(1), int32(0, 1), int32(0), 9, chunk=CHUNK
         )
 
 
@@ -255,9 +244,7 @@ def test_plans_that_split_a_chunk(row, sentence):
     before = stream.layer.state.clone()
     plan, out = torch.tensor([row]).int(), torch.zeros(1, HEADS.value_heads, HEADS.value_width)
     with pytest.raises(ValueError, match=f"gated_delta_verify: {sentence}"):
-        ops.gated_delta_verify(
-            out, *stream.layer.tensors, *inputs, plan, int64(1), int32(0, 1), SCALE, ring_rows=RING, chunk=CHUNK
-        )
+        ops.gated_delta_verify(out, *stream.layer.tensors, *inputs, plan, int64(1), int32(0, 1), SCALE, chunk=CHUNK)
     assert torch.equal(stream.layer.state[1:], before[1:])
 
 
@@ -270,23 +257,30 @@ def test_plans_that_split_a_chunk(row, sentence):
     ],
 )
 def test_layers_without_a_chunk_form(heads, per_channel, sentence):
-    layer = samples.make_layer(heads, 4, WINDOW, dtype=torch.float32, per_channel=per_channel, ring_rows=RING)
+    layer = samples.make_layer(heads, 4, WINDOW, dtype=torch.float32, per_channel=per_channel, chunk=CHUNK)
     inputs = samples.packed_inputs(1, heads, torch.float32, per_channel)
     plan, out = torch.zeros(1, 4).int(), torch.zeros(1, heads.value_heads, heads.value_width)
     with pytest.raises(ValueError, match=f"gated_delta_verify: {sentence}"):
-        ops.gated_delta_verify(
-            out, *layer.tensors, *inputs, plan, int64(1), int32(0, 1), SCALE, ring_rows=RING, chunk=CHUNK
-        )
+        ops.gated_delta_verify(out, *layer.tensors, *inputs, plan, int64(1), int32(0, 1), SCALE, chunk=CHUNK)
     with pytest.raises(ValueError, match=f"gated_delta_fold: {sentence}".replace("state ", r"states\[0\] ", 1)
                        .replace("record_decays ", r"record_decays\[0\] ", 1)):  # fmt: skip
         ops.gated_delta_fold(*[[tensor] for tensor in layer.tensors], plan, chunk=CHUNK)
 
 
-@pytest.mark.parametrize("ring", [0, 7])
-def test_fold_of_a_short_record(ring):
-    layer = samples.make_layer(HEADS, 4, WINDOW, dtype=torch.float32, ring_rows=ring, one_page=False)
-    with pytest.raises(ValueError, match=r"record_keys\[0\] must be a ring of more than 16 rows with chunk"):
-        ops.gated_delta_fold(*[[tensor] for tensor in layer.tensors], torch.zeros(1, 4).int(), chunk=CHUNK)
+@pytest.mark.parametrize(("rows", "sentence"), [(15, "15 rows and two for each"), (18, "15 rows and two for each")])
+def test_record_of_another_size(rows, sentence):
+    layer = samples.make_layer(HEADS, 4, WINDOW, dtype=torch.float32, chunk=CHUNK, one_page=False)
+    tensors = [layer.state, *(t[:, :, :rows].contiguous() for t in layer.tensors[1:4]),
+               layer.record_updates[:, :rows].contiguous(), layer.layer_window]  # fmt: skip
+    with pytest.raises(ValueError, match=rf"record_keys\[0\] must be of {sentence} token of a window with chunk"):
+        ops.gated_delta_fold(*[[tensor] for tensor in tensors], torch.zeros(1, 4).int(), chunk=CHUNK)
+
+
+def test_chunks_and_halves_have_other_records():
+    halves, chunks = (samples.fold(1, HEADS, one_page=False, chunk=chunk) for chunk in (0, CHUNK))
+    for arguments, chunk, wanted in ((halves, CHUNK, 1), (chunks, 0, 2)):
+        with pytest.raises(ValueError, match=rf"record_keys\[0\] must be \[5, {wanted}, record_rows"):
+            ops.gated_delta_fold(*arguments[:7], chunk=chunk)
 
 
 def test_padding_and_the_last_slot():
@@ -296,11 +290,11 @@ def test_padding_and_the_last_slot():
     plan, cursors, window = torch.zeros(3, 4).int(), torch.zeros(4, 3).int(), int64(0)
     slots, starts = int32(3, 0, 1), int32(0, 2, 4, 5)
     ops.plan_recurrent_window(
-        plan, cursors, window, slots, starts, int32(0, 0, 0), WINDOW, None, None, RING, CHUNK
+        plan, cursors, window, slots, starts, int32(0, 0, 0), WINDOW, None, None, CHUNK
     )  # fmt: skip
     expected = exact_outputs(stream.layer.state[3], rows_of(inputs, [0, 1]))
     ops.gated_delta_verify(
-        out, *stream.layer.tensors, *inputs, plan, window, starts, SCALE, ring_rows=RING, chunk=CHUNK
+        out, *stream.layer.tensors, *inputs, plan, window, starts, SCALE, chunk=CHUNK
     )  # fmt: skip
     assert not out[2:4].any()
     assert error_of(out[:2], expected) < 2e-6

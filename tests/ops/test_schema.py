@@ -91,19 +91,20 @@ nwor::argmax_draft_tokens(Tensor logits, Tensor token_ids, Tensor(a!) tokens, Te
 nwor::expand_draft_logits(Tensor logits, Tensor row_of_token, Tensor(a!) out) -> ()
 nwor::plan_recurrent_window(Tensor(a!) plan, Tensor(b!) cursors, Tensor(c!) window_id, Tensor
     state_slots, Tensor query_start_loc, Tensor num_kept, int record_rows, Tensor? is_window=None,
-    Tensor(d!)? num_skipped=None, int ring_rows=0, int chunk=0) -> ()
+    Tensor(d!)? num_skipped=None, int chunk=0) -> ()
 nwor::plan_recurrent_fold(Tensor(a!) plan, Tensor(b!) cursors, Tensor source_slots, Tensor
     target_slots, Tensor num_rows, bool keep_source=False) -> ()
 nwor::plan_recurrent_block_fold(Tensor(a!) plan, Tensor(b!) cursors, Tensor[] block_tables, Tensor
     idx_mapping, Tensor source_columns, Tensor num_kept, Tensor? target_columns=None, Tensor?
-    num_computed_tokens=None, int block_size=0, bool moves_rows=False) -> ()
+    num_computed_tokens=None, int block_size=0, bool moves_rows=False, Tensor(c!)? num_skipped=None)
+    -> ()
 nwor::gated_delta_verify(Tensor(a!) out, Tensor(b!) state, Tensor(c!) record_keys, Tensor(d!)
     record_norms, Tensor(e!) record_decays, Tensor(f!) record_updates, Tensor(g!) layer_window,
     Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, Tensor plan,
     Tensor window_id, Tensor query_start_loc, float scale, float softplus_beta=1., float
     softplus_threshold=20., bool use_qk_l2norm=True, Tensor? gate=None, Tensor? norm_weight=None,
     float norm_eps=1.0000000000000001e-05, str gate_activation="silu", Tensor(h!)? all_states=None,
-    bool allow_neg_eigval=False, float? gate_lower_bound=None, int ring_rows=0, int chunk=0) -> ()
+    bool allow_neg_eigval=False, float? gate_lower_bound=None, int chunk=0) -> ()
 nwor::gated_delta_fold(Tensor(a!)[] states, Tensor[] record_keys, Tensor[] record_norms, Tensor[]
     record_decays, Tensor[] record_updates, Tensor(b!)[] layer_windows, Tensor plan, Tensor?
     window_id=None, int chunk=0) -> ()

@@ -1,4 +1,4 @@
-"""RecurrentStates in the chunk form: random windows, cancels, copies and rewinds against one token at a time."""
+"""RecurrentStates in the chunk form: random windows, cancels and copies against one token at a time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tensors import int32
 
 from nwor_ops import RecurrentCache, RecurrentStates
 
-HEADS, WINDOW, RING, LAYERS = Heads(1, 2, 128, 128), 4, 19, ("first", "second")
+HEADS, WINDOW, LAYERS = Heads(1, 2, 128, 128), 4, ("first", "second")
 
 
 def new_cache(**options) -> RecurrentCache:
     sizes = {
         "num_slots": 4, "max_window": WINDOW, "num_key_heads": HEADS.key_heads, "num_value_heads": HEADS.value_heads,
-        "key_size": HEADS.key_width, "value_size": HEADS.value_width, "ring_rows": RING, "chunk": 16,
+        "key_size": HEADS.key_width, "value_size": HEADS.value_width, "chunk": 16,
     }  # fmt: skip
     return RecurrentCache.new(**(sizes | options))
 
@@ -69,7 +69,7 @@ def test_random_calls_keep_all_bits(state_dtype, seed):
     cancelled = 0
     while reader.position < 110:
         tokens = draw.randint(1, WINDOW)
-        action = draw.choice(("read", "read", "read", "cancel", "rewind"))
+        action = draw.choice(("read", "read", "read", "cancel"))
         if action == "cancel":  # after any number of layers; the accepted rows of the last window go with it
             before = reader.states.num_kept[1].item() if reader.states.cursors.table[1, 0] else 0
             reader.begin(tokens)
@@ -77,8 +77,6 @@ def test_random_calls_keep_all_bits(state_dtype, seed):
                 reader.verify(name, list(range(reader.position, reader.position + tokens)))
             reader.states.cancel()
             cancelled += before > 0
-        elif action == "rewind":
-            reader.position -= int(reader.states.rewind(int32(1), int32(draw.randint(1, 3))))
         else:
             kept, begin = draw.randint(1, tokens), reader.position
             found = reader.read(tokens, kept)
@@ -108,9 +106,7 @@ def test_a_fold_starts_a_chunk():
     ("options", "sentence"),
     [
         ({"chunk": 8}, "chunk must be 0 or 16, got 8"),
-        ({"ring_rows": 18}, "ring_rows must be at least 19 with chunk 16 and windows of 4, got 18"),
-        ({"ring_rows": 0}, "ring_rows must be at least 19 with chunk 16 and windows of 4, got 0"),
-        ({"max_window": 9, "ring_rows": 23}, "max_window must be at most 8 with chunk 16, got 9"),
+        ({"max_window": 9}, "max_window must be at most 8 with chunk 16, got 9"),
         ({"per_channel": True}, "per_channel must be False with chunk 16, got True"),
         ({"key_size": 64}, r"state must be \[S, HV, 128, 128\] with chunk 16, got heads of \[128, 64\]"),
     ],

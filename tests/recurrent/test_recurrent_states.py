@@ -8,8 +8,7 @@ from math import prod
 
 import pytest
 import torch
-from faults import every_interrupt
-from recurrent_states import KINDS, Decoding, in_double_precision
+from recurrent_states import CHUNK, CHUNK_KINDS, KINDS, Decoding, in_double_precision
 from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 
@@ -135,79 +134,49 @@ def test_a_cancelled_window_leaves_the_previous_states(device, reached):
     decoding.assert_folded(1, 2, 3)
 
 
-# Rows that may be pending: no ring, one in which each window of four stores, and one in which it does not.
-RINGS = pytest.mark.parametrize("ring_rows", [0, 4, 8])
-THREE_LAUNCHES = ("gdn", "kda", "other keys")  # of layers whose states are float32
+OPS = {"begin": "plan_recurrent_window", "cancel": "gated_delta_fold", "fold": "plan_recurrent_fold",
+       "folding": "gated_delta_fold", "copy": "gated_delta_fold"}  # fmt: skip
+CANCELLED = [(call, number) for call, op in OPS.items() for number in range(3 if op == "gated_delta_fold" else 1)]
 
 
-def with_a_ring(ring_rows):
-    return Decoding(THREE_LAUNCHES, ring_rows=ring_rows) if ring_rows else Decoding()
-
-
-@RINGS
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("number", range(3))
-def test_cancel_is_repeatable_after_an_error(monkeypatch, number, moment, ring_rows):
-    """An error before or right after any launch leaves the window open, and another cancel finishes the first one."""
-    decoding = with_a_ring(ring_rows)
-    decoding.start(1)
-    decoding.window({1: 4}, {1: 3})
-    decoding.begin([1], [4])
-    decoding.forward(["gdn"])
-    with interrupted(monkeypatch, "gated_delta_fold", number, moment):
-        decoding.states.cancel()
-    assert decoding.states.state is State.OPEN
-    decoding.states.cancel()
-    if ring_rows == 8:  # the window was not to store the three rows
-        assert decoding.states.cursors.table[1].tolist() == [0, 0, 3]
-    else:
-        decoding.assert_folded(1)
-    decoding.window({1: 4}, {1: 2})
-    decoding.states.fold(decoding.tensor([1]))
-    decoding.assert_folded(1)
-
-
-@RINGS
-@pytest.mark.parametrize("follow_up", ["fold", "copy", "reset", "begin"])
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("number", range(3))
-def test_any_call_finishes_a_fold_that_an_error_interrupted(monkeypatch, number, moment, follow_up, ring_rows):
-    """The plan of a fold clears the cursors. The layers that its launches did not reach still get their rows, once."""
-    decoding = with_a_ring(ring_rows)
+@pytest.mark.parametrize("chunk", [0, CHUNK])
+@pytest.mark.parametrize(("call", "number"), CANCELLED)
+def test_cancel_restores_states_after_any_error(monkeypatch, call, number, chunk, moment, error):
+    """An error before or after any launch of a call. A window is then undone, and a fold or copy finished."""
+    decoding = Decoding(CHUNK_KINDS, chunk=chunk) if chunk else Decoding(("gdn", "kda", "other keys"))
     decoding.start(1, 2)
     for kept in ({1: 1, 2: 4}, {1: 3, 2: 2}):
         decoding.window({1: 4, 2: 4}, kept)
-    with interrupted(monkeypatch, "gated_delta_fold", number, moment):
-        decoding.states.fold(decoding.tensor([1]))
-    assert decoding.states.state is State.CLOSED
-    if follow_up == "fold":
-        decoding.states.fold(decoding.tensor([1]))
-    elif follow_up == "copy":
-        decoding.states.copy(decoding.tensor([2]), decoding.tensor([3]))
-    elif follow_up == "reset":
-        decoding.states.reset(decoding.tensor([3]))
-    else:
+    if call == "cancel":
         decoding.begin([1], [4])
+        decoding.forward(list(decoding.kinds)[:1])
+    with interrupted(monkeypatch, OPS[call], number % len(decoding.states._fold._launches), moment, error):
+        if call == "begin":
+            decoding.begin([1], [4])
+        elif call == "cancel":
+            decoding.states.cancel()
+        elif call == "copy":
+            decoding.states.copy(decoding.tensor([1]), decoding.tensor([3]))
+        else:
+            decoding.states.fold(decoding.tensor([1]))
+    if decoding.states.state is State.OPEN:
+        if call in ("folding", "copy"):
+            with pytest.raises(RuntimeError, match=r"commit: no window is open, but a fold has failed; call cancel"):
+                decoding.states.commit(int32(1))
         decoding.states.cancel()
-    decoding.assert_folded(1)
-    decoding.states.fold(decoding.tensor([2]))
-    decoding.assert_folded(1, 2)
-
-
-@RINGS
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_an_interrupt_in_begin_leaves_no_window(monkeypatch, moment, ring_rows):
-    """A KeyboardInterrupt before or after the plan's launch: nothing of the window stays, and begin can be repeated."""
-    decoding = with_a_ring(ring_rows)
-    decoding.start(1, 2)
-    for kept in ({1: 1, 2: 3}, {1: 3, 2: 1}):
-        decoding.window({1: 4, 2: 3}, kept)
-    with interrupted(monkeypatch, "plan_recurrent_window", 0, moment, KeyboardInterrupt):
-        decoding.begin([1], [4])
     assert decoding.states.state is State.CLOSED
-    decoding.states.fold(decoding.tensor([1]))
-    decoding.assert_folded(1)
-    decoding.window({1: 4, 2: 4}, {1: 1, 2: 4})
+    if call == "copy":
+        for layer in decoding.every_state.values():
+            layer.held[3] = layer.held[1]
+        decoding.assert_folded(3)
+    decoding.states.fold(decoding.tensor([1, 2]))
+    decoding.assert_folded(1, 2)
+    for layer in decoding.every_state.values():
+        layer.begin_chunk(1)
+        layer.begin_chunk(2)
+    decoding.window({1: 4, 2: 4}, {1: 2, 2: 1})
     decoding.states.fold(decoding.tensor([1, 2]))
     decoding.assert_folded(1, 2)
 
@@ -230,52 +199,6 @@ def interrupted(monkeypatch, op, number, moment, error=OSError):
         patch.setattr(ops, op, failing)
         with pytest.raises(error, match="injected"):
             yield
-
-
-def test_a_cancel_that_failed_between_two_launches_is_finished_by_another(monkeypatch):
-    decoding = Decoding()
-    decoding.start(1)
-    decoding.window({1: 4}, {1: 3})
-    decoding.begin([1], [4])
-    decoding.forward(["gdn"])
-    fold, calls = ops.gated_delta_fold, []
-
-    def failing(*arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise OSError("the device is lost")
-        fold(*arguments)
-
-    monkeypatch.setattr(ops, "gated_delta_fold", failing)
-    with pytest.raises(OSError, match="the device is lost"):
-        decoding.states.cancel()
-    assert decoding.states.state is State.OPEN
-    decoding.states.cancel()
-    assert len(calls) == 3 + len({cache.geometry for cache in decoding.caches.values()}) == 10
-    decoding.assert_folded(1)
-
-
-def test_a_begin_that_raises_after_its_launch_is_cancelled(monkeypatch):
-    """As in debug mode on CUDA, for one request of several."""
-    decoding = Decoding()
-    decoding.start(1, 2)
-    decoding.window({1: 4, 2: 3}, {1: 3, 2: 1})
-    plan = ops.plan_recurrent_window
-
-    def raising(*arguments):
-        plan(*arguments)
-        raise IndexError("plan_recurrent_window: state_slots")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ops, "plan_recurrent_window", raising)
-        with pytest.raises(IndexError, match="state_slots"):
-            decoding.begin([1], [4])
-    decoding.assert_folded(1)
-    with pytest.raises(ValueError, match="query_start_loc"):  # refused before its launch: nothing is cancelled
-        decoding.begin([1, 2], [4, 5])
-    decoding.window({1: 4, 2: 3}, {1: 1, 2: 1})
-    decoding.states.fold(int32(1, 2))
-    decoding.assert_folded(1, 2)
 
 
 def test_a_slot_that_gets_a_new_owner_in_the_middle_of_a_text(device):
@@ -339,57 +262,6 @@ def test_fold(device):
     decoding.states.fold(decoding.tensor(range(8)))
     decoding.assert_folded(1, 2, 3, 4, 5)
     decoding.states.fold(decoding.tensor([]))
-
-
-def interruptible(ring_rows: int = 0) -> tuple[RecurrentStates, torch.Tensor]:
-    """Return states after a window of three tokens in slot 1, which is still open, and the states of its layer."""
-    cache, states = new_cache(num_value_heads=1, dtype=torch.float32, ring_rows=ring_rows), new_states()
-    states.register_layer("x", cache)
-    states.allocate()
-    a_window(states)
-    return states, cache.state
-
-
-def a_window(states: RecurrentStates) -> None:
-    ones, zeros = torch.ones(3, 1, 64), torch.zeros(3, 1)
-    states.begin(torch.tensor([1]), int32(0, 3))
-    states.verify("x", ones, ones, ones, zeros, zeros, torch.zeros(1), torch.zeros(1))
-
-
-def state_of(ring_rows: int, kept: int, taken: int = 0) -> torch.Tensor:
-    states, found = interruptible(ring_rows)
-    states.commit(int32(kept))
-    states.rewind(torch.tensor([1]), int32(taken))
-    states.fold(torch.tensor([1]))
-    return found[1]
-
-
-@pytest.mark.parametrize("ring_rows", [0, 4])
-def test_an_interrupted_commit_keeps_its_tokens_or_can_be_cancelled(ring_rows):
-    for interrupt in every_interrupt():
-        states, found = interruptible(ring_rows)
-        with interrupt:
-            states.commit(int32(2))
-        is_open = states.state is State.OPEN
-        if is_open:
-            states.cancel()
-        states.fold(torch.tensor([1]))
-        assert torch.equal(found[1], torch.zeros_like(found[1]) if is_open else state_of(ring_rows, 2))
-
-
-@pytest.mark.parametrize("taken", [1, 2])
-@pytest.mark.parametrize("ring_rows", [0, 4])
-def test_an_interrupted_rewind_leaves_a_slot_that_can_go_on(ring_rows, taken):
-    """One token stays at least if the interrupt came between the two writes."""
-    for interrupt in every_interrupt():
-        states, found = interruptible(ring_rows)
-        states.commit(int32(2))
-        with interrupt:
-            states.rewind(torch.tensor([1]), int32(taken))
-        a_window(states)
-        states.cancel()
-        states.fold(torch.tensor([1]))
-        assert any(torch.equal(found[1], state_of(ring_rows, 2, back)) for back in range(taken + 1))
 
 
 @pytest.mark.parametrize("in_pages", [False, True], ids=["tensors", "pages"])
@@ -662,6 +534,23 @@ def test_states_without_data():
     states.fold(int32(1).to("meta"))
 
 
+def test_default_device_is_not_used():
+    """Helper tensors name their device."""
+    with torch.device("meta"):
+        decoding = one_layer_of(new_cache(device="cpu"))
+    assert decoding.cursors.table.device.type == decoding.num_kept.device.type == "cpu"
+
+
+def one_layer_of(cache: RecurrentCache) -> RecurrentStates:
+    states = new_states()
+    states.register_layer("a", cache)
+    states.allocate()
+    states.begin(torch.tensor([1], device="cpu"), torch.tensor([0, 1], dtype=torch.int32, device="cpu"))
+    states.cancel()
+    states.fold(torch.tensor([1], device="cpu"))
+    return states
+
+
 # ---------------------------------------------------------------- protocol
 
 
@@ -853,14 +742,8 @@ CACHES = [
     (lambda: new_cache(dtype=torch.int8), TypeError, "RecurrentCache.new: dtype must be torch.bfloat16 or"),
     (lambda: new_cache(dtype="bf16"), TypeError, "RecurrentCache.new: dtype must be a torch.dtype, got 'bf16'"),
     (lambda: new_cache(max_window=33), ValueError, "RecurrentCache.new: max_window must be at most 32, got 33"),
-    (lambda: new_cache(ring_rows=2), ValueError,
-     "RecurrentCache.new: ring_rows must be at least the 3 rows of a window, and with them at most 32, got 2"),
     (lambda: new_cache(num_key_heads=3), ValueError, "RecurrentCache: state must have a multiple of the 3 key heads"),
     (lambda: new_cache(per_channel=1), TypeError, "RecurrentCache.new: per_channel must be True or False"),
-    (lambda: RecurrentCache.for_state(torch.zeros(4, 64, 64), max_window=2, num_key_heads=1), ValueError,
-     "RecurrentCache.for_state: state must have 4 dimensions"),
-    (lambda: RecurrentCache.for_state(torch.zeros(0, 2, 64, 64), max_window=2, num_key_heads=1), ValueError,
-     "RecurrentCache: state must have 4 dimensions, the first of at least 1, got"),
     (lambda: RecurrentCache(*replaced("state", lambda t: t.half())), TypeError,
      "RecurrentCache: state must have dtype"),
     (lambda: RecurrentCache(*replaced("state", lambda t: t.transpose(2, 3))), ValueError,
@@ -923,7 +806,7 @@ def test_layers_with_other_strides_are_folded_by_another_launch():
     memory = torch.zeros(4, 3, 64, 64)
     spaced = memory[:, :2]
     states.register_layer("a", cache)
-    states.register_layer("b", RecurrentCache.for_state(spaced, max_window=3, num_key_heads=1))
+    states.register_layer("b", RecurrentCache(spaced, *new_cache().records))
     states.allocate()
     for state in (cache.state, spaced):
         state[1].normal_()
@@ -976,86 +859,3 @@ def test_a_cache_that_is_registered_twice_is_refused():
     states.register_layer("b", cache)
     with pytest.raises(ValueError, match=r"^allocate: \w+ of 'a' and \w+ of 'b' must not share memory"):
         states.allocate()
-
-
-# ---------------------------------------------------------------- rings
-
-
-RING_KINDS = ("gdn", "kda")
-
-
-def test_a_ring_decodes_like_every_state():
-    """Windows, cancels after any layer, folds and copies give the outputs and states of the other scheme."""
-    decoding = Decoding(RING_KINDS, max_window=3, ring_rows=6)
-    decoding.start(1, 2, 3)
-    for step in range(60):
-        lengths = {slot: decoding.draw(1, 3) for slot in (1, 2, 3) if decoding.draw(0, 3)}
-        if step % 7 == 3:
-            decoding.begin(list(lengths), list(lengths.values()))
-            decoding.forward(RING_KINDS[: decoding.draw(0, 2)])
-            decoding.states.cancel()
-            continue
-        decoding.window(lengths, {slot: decoding.draw(1, length) for slot, length in lengths.items()})
-        if step % 11 == 5:
-            decoding.states.fold(decoding.tensor([1]))
-            decoding.assert_folded(1)
-        if step % 13 == 6:
-            decoding.states.copy(decoding.tensor([2]), decoding.tensor([4]))
-            for name, layer in decoding.every_state.items():
-                assert torch.equal(decoding.state_of(4, name), layer.held[2])
-    decoding.states.fold(decoding.tensor([1, 2, 3]))
-    decoding.assert_folded(1, 2, 3)
-
-
-@pytest.mark.parametrize("ring_rows", [0, 6])
-def test_rewind_takes_back_pending_tokens(ring_rows):
-    """The state after a fold is the one without the last tokens. No more tokens than are pending are taken back."""
-    decoding, other = (Decoding(("gdn",), max_window=3, ring_rows=ring_rows) for _ in range(2))
-    for one, kept in ((decoding, 3), (other, 1)):
-        one.start(1)
-        one.window({1: 3}, {1: kept})
-    taken = decoding.states.rewind(decoding.tensor([1, 0]), decoding.tensor([2, 1]))
-    assert taken.tolist() == [2, 0]
-    assert decoding.states.rewind(decoding.tensor([2]), decoding.tensor([1])).tolist() == [0]
-    for one in (decoding, other):
-        one.states.fold(one.tensor([1]))
-    assert torch.equal(decoding.state_of(1, "gdn"), other.state_of(1, "gdn"))
-    assert decoding.states.rewind(decoding.tensor([1]), decoding.tensor([9])).tolist() == [0]
-    with pytest.raises(IndexError, match="rewind: slots must be less than 8, got 8"):
-        decoding.states.rewind(decoding.tensor([8]), decoding.tensor([1]))
-    with pytest.raises(ValueError, match="rewind: tokens must be as many as slots, 1, got 2"):
-        decoding.states.rewind(decoding.tensor([1]), decoding.tensor([1, 2]))
-
-
-@pytest.mark.parametrize("ring_rows", [0, 6])
-def test_rewind_refuses_a_slot_that_is_named_twice(ring_rows):
-    """Its result would count tokens that it did not take back. Padding may repeat."""
-    decoding = Decoding(("gdn",), max_window=3, ring_rows=ring_rows)
-    decoding.start(1)
-    decoding.window({1: 3}, {1: 3})
-    states = decoding.states
-    before = states.cursors.table.clone(), states.num_kept.clone()
-    with pytest.raises(ValueError, match=r"^rewind: slots must be distinct, got \[1, 0, 1\]$"):
-        states.rewind(decoding.tensor([1, 0, 1]), decoding.tensor([1, 1, 1]))
-    assert torch.equal(states.cursors.table, before[0])
-    assert torch.equal(states.num_kept, before[1])
-    assert states.rewind(decoding.tensor([0, 1, 0, -1, -1]), decoding.tensor([1] * 5)).tolist() == [0, 1, 0, 0, 0]
-
-
-@pytest.mark.parametrize("kept", [-1, 0, 4, 99])
-@pytest.mark.parametrize("ring_rows", [0, 6])
-def test_rewind_leaves_an_invalid_count_as_it_is(ring_rows, kept):
-    """On CUDA, windows skip such a request until its slot is reset or folded. A rewind must not bring it back."""
-    decoding = Decoding(("gdn",), max_window=3, ring_rows=ring_rows)
-    decoding.start(1)
-    for stay in (2, 3):
-        decoding.window({1: 3}, {1: stay})
-    states = decoding.states
-    states.num_kept[1] = kept
-    cursors = states.cursors.table.clone()
-    for tokens in (1, 98):
-        assert states.rewind(decoding.tensor([1]), decoding.tensor([tokens])).tolist() == [0]
-        assert torch.equal(states.cursors.table, cursors)
-        assert states.num_kept[1] == kept
-    with pytest.raises(ValueError, match=rf"num_kept\[0\] must be from 1 to the 3 tokens .* got {kept}"):
-        decoding.begin([1], [3])

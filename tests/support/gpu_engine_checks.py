@@ -139,16 +139,16 @@ def check_one_state(case: Case, result: dict[str, Any], record: dict[str, Any]) 
     assert audit["states_compared"] > 0
     assert (audit["folds"] > 0) == (case.engine.get("enable_prefix_caching", False) is not False)
     # Some windows lost drafts and some kept them. Otherwise a constant count would pass.
-    windows, rows, ring_rows = audit["windows"], audit["rows_reapplied"], case.nwor.get("ring_rows", 0)
+    windows, rows, most_pending = audit["windows"], audit["rows_reapplied"], 0
     if case.nwor["recurrent"] == "chunk":
-        ring_rows = 24  # more than a ring of this form holds
+        most_pending = 24
         assert (audit.get("moves", 0) > 0) == (audit["folds"] > 0)  # both only with prefix caching
     speculation = case.engine["speculative_config"]
     if speculation is None:  # nothing is pending before a request's first window, and after a fold
-        assert windows < rows < windows * ring_rows if ring_rows else windows / 2 < rows < windows
+        assert windows < rows < windows * most_pending if most_pending else windows / 2 < rows < windows
         return audit
     drafts = speculation["num_speculative_tokens"]
-    assert windows < rows < windows * (ring_rows or drafts + 1)
+    assert windows < rows < windows * (most_pending or drafts + 1)
     if case.expect.get("sessions") == []:
         return audit  # the transaction does not support the attention layers, so only the states are audited
     if case.nwor["mode"] == "off":

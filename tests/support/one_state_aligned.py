@@ -367,12 +367,12 @@ class Scheduler:
         return bool(valid)
 
 
-def run(checkpoints: bool, most_drafts: int, ring_rows: int, chunk: bool) -> dict[str, Any]:
+def run(checkpoints: bool, most_drafts: int, chunk: bool) -> dict[str, Any]:
     from nwor_ops.vllm.audit.recurrent import StateAudit
 
     chance, generator = random.Random(11), torch.Generator().manual_seed(11)
     one_state_layers.ROWS, one_state_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + most_drafts)
-    config = configuration(False, torch.float32, drafts=most_drafts, ring_rows=ring_rows, chunk=chunk)
+    config = configuration(False, torch.float32, drafts=most_drafts, chunk=chunk)
     block = 64 if checkpoints and HAS_PLAN else 16 if chunk else 8
     for name in ("mamba_block_size", "hash_block_size", "cache_hit_alignment_tokens"):
         setattr(config.cache_config, name, block)
@@ -460,5 +460,5 @@ if __name__ == "__main__":
         if checkpoints:
             prepare_checkpoints()
         drafts = 0 if case.endswith("nodrafts") else K
-        said = run(checkpoints, drafts, drafts + 5 if "-ring" in case else 0, "-chunk" in case)
+        said = run(checkpoints, drafts, "-chunk" in case)
         print(case, json.dumps(said), flush=True)

@@ -271,9 +271,9 @@ def run_to(engine: Engine, exporter: Exporter, length: int, folds_tails: bool = 
     exporter.later("end", engine)
 
 
-def setting(ring_rows: int) -> tuple[Any, Any]:
+def setting() -> tuple[Any, Any]:
     one_state_layers.ROWS, one_state_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + K)
-    config = configuration(False, torch.float32, ring_rows=ring_rows)
+    config = configuration(False, torch.float32)
     config.cache_config.mamba_cache_mode = "align"
     for name in ("mamba_block_size", "hash_block_size", "cache_hit_alignment_tokens"):
         setattr(config.cache_config, name, BLOCK)
@@ -287,7 +287,7 @@ def with_drafts(config: Any, weights: Any, seed: int) -> Engine:
 
 def run(missing: str) -> dict[str, Any]:
     """Leave out ``clear`` or ``tails``, and a check must fail. Any other word leaves out nothing."""
-    config, weights = setting(8 if missing == "ring" else 0)
+    config, weights = setting()
     truth = truth_of(config, weights)
     exporter = Exporter(truth)
     engine = with_drafts(config, weights, 3)

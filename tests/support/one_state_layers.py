@@ -57,7 +57,6 @@ def configuration(
     ranks: int = 1,
     sizes: dict[str, Any] | None = None,
     drafts: int = K,
-    ring_rows: int = 0,
     chunk: bool = False,
     model: str = "qwen",
 ) -> Any:
@@ -70,7 +69,7 @@ def configuration(
         "linear_value_head_dim": WIDTH,
     }
     return SimpleNamespace(
-        additional_config={"nwor": {"recurrent": "chunk"} if chunk else {"ring_rows": ring_rows}},
+        additional_config={"nwor": {"recurrent": "chunk" if chunk else False}},
         num_speculative_tokens=drafts,
         num_hash_lookahead_tokens=0,
         use_v2_model_runner=True,
@@ -209,7 +208,7 @@ class Side:
             builder.supports_update_block_table = True
         if one_state:
             geometry = self.layers[0].geometry
-            cursors = Cursors(BLOCKS, device, geometry.ring_rows, geometry.chunk)
+            cursors = Cursors(BLOCKS, device, geometry.chunk)
             self.skipped = cursors.skipped
             self.skipped.copy()  # no second copy, because there are only a few per second
             self.skipped.PERIOD = float("inf")
@@ -412,7 +411,6 @@ def run(
     inputs_of: Callable[[torch.Generator, int], list[dict[str, Tensor]]] = normal_inputs,
     steps: int = STEPS,
     most_drafts: int = K,
-    ring_rows: int = 0,
     chunk: bool = False,
     model: str = "qwen",
 ) -> dict[str, Any]:
@@ -420,7 +418,7 @@ def run(
     from nwor_ops.vllm.audit.recurrent import StateAudit
 
     chance, generator = random.Random(7), torch.Generator().manual_seed(7)
-    config = configuration(full_graphs, state, ranks, sizes, most_drafts, ring_rows, chunk, model)
+    config = configuration(full_graphs, state, ranks, sizes, most_drafts, chunk, model)
     weights = weights_of(generator)
     sides = [side(config, one_state, fused_norm, weights) for one_state in (False, True)]
     audit = StateAudit(sides[1].builders)
@@ -569,17 +567,13 @@ def main() -> None:
         "fused-norm-graphs": (True, True, torch.float32),
         "plain-nodrafts": (False, False, torch.float32, 2),
         "plain-graphs-nodrafts": (False, True, torch.float32),
-        "plain-ring": (False, False, torch.float32, 2),
-        "fused-norm-graphs-ring": (True, True, torch.float32),
-        "plain-graphs-ring-nodrafts": (False, True, torch.float32),
         "plain-chunk": (False, False, torch.float32, 2),
         "fused-norm-graphs-chunk": (True, True, torch.float32),
         "plain-graphs-chunk-nodrafts": (False, True, torch.float32),
     }
     for name in sys.argv[1:] or cases:
         drafts = 0 if name.endswith("nodrafts") else K
-        ring_rows = drafts + 5 if "-ring" in name else 0
-        said = run(*cases[name], most_drafts=drafts, ring_rows=ring_rows, chunk="-chunk" in name)
+        said = run(*cases[name], most_drafts=drafts, chunk="-chunk" in name)
         print(name, json.dumps(said), flush=True)
 
 

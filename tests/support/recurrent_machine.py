@@ -12,13 +12,12 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from recurrent_states import Decoding
+from recurrent_states import CHUNK, Decoding
 from state_machines import Counted
 
 from nwor_ops.transaction.protocol import State
 
 LAYER_KINDS = ("gdn", "small state", "kda")  # three launches a fold
-RING_KINDS = ("gdn", "kda")  # float32: a ring rounds a bfloat16 state less often
 CHUNK_KINDS = ("wide", "wide small state")
 NUM_SLOTS, MAX_REQUESTS, MAX_WINDOW = 6, 4, 3
 SPARE = NUM_SLOTS  # a slot that the test uses to copy and fold states of other slots
@@ -32,13 +31,11 @@ def mostly(*values):
 class Engine(Counted):
     device = "cpu"
 
-    @initialize(in_pages=st.booleans(), ring=mostly((0, 0), (3, 0), (6, 0), (18, 16)))
-    def start(self, in_pages: bool, ring: tuple[int, int]) -> None:
-        ring_rows, chunk = ring
-        self.kinds = CHUNK_KINDS if chunk else RING_KINDS if ring_rows else LAYER_KINDS
+    @initialize(in_pages=st.booleans(), chunk=mostly(0, CHUNK))
+    def start(self, in_pages: bool, chunk: int) -> None:
+        self.kinds = CHUNK_KINDS if chunk else LAYER_KINDS
         self.decoding = Decoding(
             self.kinds,
-            ring_rows=ring_rows,
             chunk=chunk,
             num_slots=SPARE + 1,
             max_window=MAX_WINDOW,
@@ -112,7 +109,7 @@ class Engine(Counted):
             self.decoding.commit({slot: data.draw(st.integers(1, n), "stay") for slot, n in own})
         else:
             self.states.cancel()
-            if not self.states.ring_rows:
+            if not self.states.chunk:
                 self.decoding.assert_folded(*others, *(slot for slot, _ in own))
 
     def begin(self, data: st.DataObject) -> tuple[list[int], list[int], list[bool]]:

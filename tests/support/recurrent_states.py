@@ -38,6 +38,13 @@ class Kind:
     gate_lower_bound: float | None = None
     given_gates: bool = False  # the caller computes decays and betas
 
+    def cache(self, **options: Any) -> RecurrentCache:
+        return RecurrentCache.new(
+            num_key_heads=self.key_heads, num_value_heads=self.value_heads, key_size=self.key_size,
+            value_size=self.value_size, dtype=self.dtype, state_dtype=self.state_dtype, per_channel=self.per_channel,
+            **options,
+        )  # fmt: skip
+
 
 KINDS = {
     "gdn": Kind(),
@@ -72,7 +79,7 @@ def paged(cache: RecurrentCache, seed: int = 0) -> tuple[RecurrentCache, Tensor]
         view = pages[:, place : place + size].view(tensor.dtype).unflatten(1, tensor.shape[1:])
         view.copy_(tensor)
         views.append(view)
-    return RecurrentCache(*views, cache.ring_rows, cache.chunk), pages
+    return RecurrentCache(*views, cache.chunk), pages
 
 
 @dataclass
@@ -100,11 +107,9 @@ class EveryState:
 
     def verify(self, slots: Sequence[int], lengths: Sequence[int], inputs: dict[str, Tensor]) -> Tensor:
         kind, count = self.kind, len(slots)
-        scratch = RecurrentCache.for_state(
-            torch.stack([self.zeros(), *(self.held[slot] for slot in slots)]),
-            max_window=max(lengths, default=1), num_key_heads=kind.key_heads, dtype=kind.dtype,
-            per_channel=kind.per_channel,
-        )  # fmt: skip
+        scratch = kind.cache(num_slots=count + 1, max_window=max(lengths, default=1), device=self.device)
+        for row, slot in enumerate(slots, 1):
+            scratch.state[row] = self.held[slot]
         plan = torch.zeros(count, 4, dtype=torch.int32, device=self.device)
         plan[:, 0] = plan[:, 3] = torch.arange(1, count + 1)
         starts = [0, *accumulate(lengths)]
@@ -165,10 +170,8 @@ class EveryChunk(EveryState):
     def _run(self, base: Tensor, tokens: list[dict[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Return the output of each token and the state after it, from a state at the start of a chunk."""
         kind = self.kind
-        scratch = RecurrentCache.for_state(
-            torch.stack([self.zeros(), base]), max_window=1, num_key_heads=kind.key_heads, dtype=kind.dtype,
-            ring_rows=CHUNK, chunk=CHUNK,
-        )  # fmt: skip
+        scratch = kind.cache(num_slots=2, max_window=1, chunk=CHUNK, device=self.device)
+        scratch.state[1] = base
         number, starts = (torch.tensor(values, device=self.device) for values in ([1], [0, 1]))
         found, rows, first = [], 0, 0
         for token in tokens:
@@ -182,7 +185,7 @@ class EveryChunk(EveryState):
                 out, scratch.state, *scratch.records, torch.zeros_like(number), *(token[name] for name in "qkvab"),
                 self.weights.A_log, self.weights.dt_bias, plan, number, starts.int(), kind.key_size**-0.5,
                 gate=token["gate"] if kind.gated else None, norm_weight=self.weights.norm, all_states=state,
-                ring_rows=CHUNK, chunk=CHUNK,
+                chunk=CHUNK,
             )  # fmt: skip
             found.append((out, state[0]))
         return found
@@ -234,7 +237,6 @@ class Decoding:
         num_slots: int = 8,
         max_window: int = 4,
         max_requests: int = 5,
-        ring_rows: int = 0,
         chunk: int = 0,
         in_pages: bool = False,
         one_storage: bool = False,
@@ -253,16 +255,9 @@ class Decoding:
             pool = torch.zeros(num_slots, sum(widths.values()), device=device)
             states = dict(zip(widths, pool.split(list(widths.values()), dim=1), strict=True))
         for name, kind in self.kinds.items():
-            cache = RecurrentCache.new(
-                num_slots=num_slots, max_window=max_window, num_key_heads=kind.key_heads,
-                num_value_heads=kind.value_heads, key_size=kind.key_size, value_size=kind.value_size,
-                dtype=kind.dtype, state_dtype=kind.state_dtype, per_channel=kind.per_channel, device=device,
-                ring_rows=ring_rows, chunk=chunk,
-            )  # fmt: skip
+            cache = kind.cache(num_slots=num_slots, max_window=max_window, device=device, chunk=chunk)
             if one_storage and kind.state_dtype == torch.float32:
-                cache = RecurrentCache(
-                    states[name].unflatten(1, cache.state.shape[1:]), *cache.records, ring_rows, chunk
-                )
+                cache = RecurrentCache(states[name].unflatten(1, cache.state.shape[1:]), *cache.records, chunk)
             if in_pages:
                 cache, self.pages[name] = paged(cache)
             for tensor in (cache.state, *cache.records):  # rows that were not written must not be read

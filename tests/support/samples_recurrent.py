@@ -88,14 +88,14 @@ def make_layer(
     shift: int = 0,
     one_page: bool = True,
     seed: int = 0,
-    ring_rows: int = 0,
+    chunk: int = 0,
 ) -> Layer:
     """Create a layer whose slots hold finite states, and records with rows in both halves. Slot 0 keeps random bytes.
 
     With `one_page`, state and records of a slot share a page, as in an engine. Otherwise each has a separate page.
     """
     channels = (heads.key_width,) if per_channel else ()
-    halves, rows = (1, ring_rows + rows) if ring_rows else (2, rows)
+    halves, rows = (1, chunk - 1 + 2 * rows) if chunk else (2, rows)
     parts: list[Part] = [
         ((heads.value_heads, heads.value_width, heads.key_width), state_dtype),
         ((halves, rows, heads.key_heads, heads.key_width), dtype),
@@ -187,7 +187,6 @@ def verify(
     allow_neg_eigval: bool = False,
     gate_lower_bound: float | None = None,
     given_gates: bool = False,
-    ring_rows: int = 0,
     slots: int = 5,
     chunk: int = 0,
 ) -> tuple[Any, ...]:
@@ -197,7 +196,7 @@ def verify(
     hold logarithms of decays and betas, and there is no `A_log`.
     """
     tokens = sum(request.tokens for request in requests) + extra_tokens
-    layer = make_layer(heads, slots, rows, state_dtype, dtype, per_channel, gap, shift, one_page, seed, ring_rows)
+    layer = make_layer(heads, slots, rows, state_dtype, dtype, per_channel, gap, shift, one_page, seed, chunk)
     inputs = packed_inputs(tokens, heads, dtype, per_channel, seed)
     if not use_qk_l2norm:  # with keys of any length the state would overflow
         inputs = inputs._replace(k=surrounded(inputs.k * heads.key_width**-0.5))
@@ -213,7 +212,7 @@ def verify(
     weight = surrounded(drawn(heads.value_width, seed=seed + 31).abs()) if norm else None
     every = torch.full((*value, heads.key_width), float(POISON), dtype=state_dtype) if all_states else None
     every = None if every is None else surrounded(every, edge=64)
-    return (*arguments, gate, weight, 1e-5, norm or "silu", every, allow_neg_eigval, gate_lower_bound, ring_rows, chunk)
+    return (*arguments, gate, weight, 1e-5, norm or "silu", every, allow_neg_eigval, gate_lower_bound, chunk)
 
 
 FOLDS = ((2, 2, 1, 2), (0, 0, 0, 0), (1, 0, 0, 3), (4, 3, 0, 4))  # in place, nothing, a copy, all rows
@@ -230,12 +229,12 @@ def fold(
     gap: int = 48,
     shift: int = 0,
     one_page: bool = True,
-    ring_rows: int = 0,
     chunk: int = 0,
+    rows: int = 3,
 ) -> tuple[Any, ...]:
     """Return a fold. `ran`: the layers that ran in a cancelled window; None = a fold without a window."""
     made = [
-        make_layer(heads, 5, 3, state_dtype, dtype, per_channel, gap, shift, one_page, seed, ring_rows)
+        make_layer(heads, 5, rows, state_dtype, dtype, per_channel, gap, shift, one_page, seed, chunk)
         for seed in range(layers)
     ]
     for index in ran or ():
@@ -256,9 +255,7 @@ def poisoned_plan(rows: int) -> Tensor:
 
 
 CURSORS: tuple[tuple[int, ...], ...] = ((0, 0), (3, 0), (2, 1), (0, 1), (1, 0), (0, 0))
-CHUNK_CURSORS = ((0, 0, 0), (3, 6, 15), (2, 20, 14), (0, 1, 4), (1, 0, 3), (0, 0, 0))  # rings of 18 rows, chunks of 16
-# Cursors of rings of five rows, with windows of three tokens.
-RING_CURSORS = ((0, 0, 0), (3, 6, 2), (2, 1, 0), (0, 1, 4), (1, 0, 3), (0, 0, 0))
+CHUNK_CURSORS = ((0, 0, 0), (3, 6, 15), (2, 20, 14), (0, 1, 4), (1, 0, 3), (0, 0, 0))  # rings of 18 + 3 rows
 
 
 def window(
@@ -271,18 +268,17 @@ def window(
     plan_rows: int = 8,
     wide_slots: bool = False,
     num_skipped: int | None = None,
-    ring_rows: int = 0,
     chunk: int = 0,
 ) -> tuple[Any, ...]:
     """Return a plan of `REQUESTS` and a prefill. `wide_slots`: the slots are a column of an int64 block table."""
     state_slots = int32(*slots)
     if wide_slots:
         state_slots = surrounded(torch.tensor([[slot, POISON] for slot in slots], dtype=torch.int64).view(-1, 2))[:, 0]
-    options = [None if num_skipped is None else int64(num_skipped), ring_rows, chunk]
+    options = [None if num_skipped is None else int64(num_skipped), chunk]
     return (
         poisoned_plan(plan_rows), cursors_of(*cursors), int64(2**33 + 5), state_slots, int32(*starts),
         int32(*num_kept), record_rows, None if is_window is None else flags(*is_window),
-        *(options if ring_rows else options[:1] if num_skipped is not None else []),
+        *(options if chunk else options[:1] if num_skipped is not None else []),
     )  # fmt: skip
 
 
@@ -306,7 +302,7 @@ def fold_plan(
 BLOCKS = (((1, 2, 3), (4, 5, 0), (6, 7, 8), (0, 0, 0)), ((9, 10, 11), (12, 13, 0), (14, 15, 16), (0, 0, 0)))
 BLOCK_SIZE = 4
 # The columns of a step: the first request moves on by a block, the second stays, the third moves on by two.
-MOVES = {"source_columns": (0, 1, 0, -1), "target_columns": (1, 1, 2, 0), "num_kept": (2, 1, 9, 1)}
+MOVES = {"source_columns": (0, 1, 0, -1), "target_columns": (1, 1, 2, 0), "num_kept": (2, 1, 2, 1)}
 # The first request fills its second block with one of two tokens, and the third one its own block with all three.
 FULL_BLOCKS = {"source_columns": (2, 1, 1, 0), "num_computed_tokens": (9, 6, 8, 2), "num_kept": (2, 1, 3, 1)}
 
@@ -320,10 +316,11 @@ def block_fold(
     dtype: torch.dtype = torch.int32,
     block_size: int = BLOCK_SIZE,
     more_plan_rows: int = 2,
+    num_skipped: int | None = None,
 ) -> tuple[Any, ...]:
     """Return a plan of folds between blocks. The rows of the tables have gaps, and lie between sentinels."""
     dice = random.Random(len(requests))
-    cursors = [[dice.randint(0, 3), dice.randint(0, 1), *([dice.randint(0, 4)] if ring else [])] for _ in range(17)]
+    cursors = [[dice.choice((0, 3)), dice.randint(0, 1), *([dice.randint(0, 4)] if ring else [])] for _ in range(17)]
     filled = [columns.get(name) for name in ("source_columns", "num_kept", "target_columns", "num_computed_tokens")]
     width = len(tables[0][0]) if tables[0] else 0
     wide = [torch.tensor([[*row, POISON] for row in table], dtype=torch.int32).view(-1, width + 1) for table in tables]
@@ -332,6 +329,7 @@ def block_fold(
         [surrounded(table)[:, :-1] for table in wide], (int64 if dtype == torch.int64 else int32)(*requests),
         *(None if values is None else int32(*values) for values in filled),
         0 if "target_columns" in columns else block_size, moves_rows,
+        *(() if num_skipped is None else (int64(num_skipped),)),
     )  # fmt: skip
 
 
@@ -342,14 +340,13 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             window(),
             window(is_window=None, wide_slots=True, starts=(0, 3, 5, 5, 6, 9, 9), num_skipped=7),
             window((), (0,), (), None, plan_rows=0),
-            window(cursors=RING_CURSORS, ring_rows=5),
-            window(cursors=CHUNK_CURSORS, ring_rows=18, chunk=16),
+            window(cursors=CHUNK_CURSORS, chunk=16),
         ],
         "plan_recurrent_fold": lambda: [
             fold_plan(),
             fold_plan(keep_source=True, dtype=torch.int64),
             fold_plan((), (), ()),
-            fold_plan(cursors=RING_CURSORS),
+            fold_plan(cursors=CHUNK_CURSORS),
         ],
         "plan_recurrent_block_fold": lambda: [
             block_fold(MOVES),
@@ -366,8 +363,7 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             verify(Heads(2, 2, 96, 192), all_states=True, allow_neg_eigval=True),
             verify(per_channel=True, gate_lower_bound=-5.0, seed=4),
             verify(per_channel=True, given_gates=True, seed=5),
-            verify(norm="silu", ring_rows=4),
-            verify(CHUNK_HEADS, (Planned(2, 3, 16, 1), Planned(0, 2), Planned(1, 2, 17)), ring_rows=18, chunk=16),
+            verify(CHUNK_HEADS, (Planned(2, 3, 16, 1), Planned(0, 2), Planned(1, 2, 17)), chunk=16),
             verify(requests=nobody, all_states=True),
             verify(requests=(), extra_tokens=0),
         ],
@@ -376,8 +372,7 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             fold(one_page=False),
             fold(3, state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True, ran=(1,), one_page=False),
             fold(1, Heads(2, 2, 96, 192), one_page=False),
-            fold(ring_rows=4, one_page=False),
-            fold(1, CHUNK_HEADS, ((2, 17, 6, 2), (1, 3, 0, 3)), ring_rows=18, one_page=False, chunk=16),
+            fold(1, CHUNK_HEADS, ((2, 17, 6, 2), (1, 3, 0, 3)), one_page=False, chunk=16),
             fold(folds=(), one_page=False),
         ],
     }

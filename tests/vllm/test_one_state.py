@@ -52,8 +52,7 @@ GROUPS = 2  # of one_state_layers.py
 KDA = {"num_heads": 4, "head_dim": 128, "short_conv_kernel_size": 4}
 KIMI = {"model_config__architecture": "KimiLinearForCausalLM", "model_config__hf_text_config__linear_attn_config": KDA}
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
-RING = replace(GEOMETRY, ring_rows=8)
-CHUNK = replace(GEOMETRY, key_width=128, ring_rows=19, chunk=16)
+CHUNK = replace(GEOMETRY, key_width=128, chunk=16)
 STATES = MambaSpec(
     block_size=256, shapes=((6, 768), (4, 128, 64)), dtypes=(torch.bfloat16, torch.float32), num_speculative_blocks=3
 )
@@ -99,36 +98,13 @@ def test_outputs_equal_those_with_a_state_per_draft(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "blocks"),
     [
-        ("plain-ring", [4, 1]),
-        ("plain-graphs-ring-nodrafts", [1, 1]),
-        pytest.param("fused-norm-graphs-ring", [4, 1], marks=pytest.mark.nightly),
-    ],
-)
-def test_outputs_with_a_ring_equal_those_of_vllm(case: str, blocks: list[int]) -> None:
-    """Most windows store no state. The audit compares each state with its pending rows."""
-    said = said_of(case, "one_state_layers.py")
-    assert said["blocks"] == blocks
-    assert min(said["windows_only"], said["mixed"]) > 12
-    assert said["windows"] / 2 < said["not_stored"] < said["windows"] - 20
-    assert said["states_compared"] > 250
-    assert said["rows_reapplied"] > 2 * said["states_compared"]
-    assert min(said["prompt_folds"], said["preempted"]) > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("case", "blocks"),
-    [
         ("plain-chunk", [4, 1]),
         ("plain-graphs-chunk-nodrafts", [1, 1]),
         pytest.param("fused-norm-graphs-chunk", [4, 1], marks=pytest.mark.nightly),
     ],
 )
 def test_outputs_of_the_chunk_form_are_near_those_of_vllm(case: str, blocks: list[int]) -> None:
-    """Prompts of any length precede the windows, and each chunk still ends at a multiple of 16 tokens.
-
-    The audit runs every window again token by token, and expects the same bits.
-    """
+    """Prompts of any length precede the windows, and each chunk still ends at a multiple of 16 tokens."""
     said = said_of(case, "one_state_layers.py")
     assert said["blocks"] == blocks
     assert min(said["windows_only"], said["mixed"]) > 12
@@ -188,9 +164,7 @@ def test_outputs_without_drafts_equal_those_of_vllm(case: str) -> None:
     ("case", "hits", "folds"),
     [
         ("aligned", 4, 60),
-        ("aligned-ring", 4, 60),
         ("aligned-nodrafts", 2, 20),
-        pytest.param("aligned-ring-nodrafts", 2, 20, marks=pytest.mark.nightly),
         ("aligned-chunk", 3, 20),
         pytest.param("aligned-chunk-nodrafts", 1, 8, marks=pytest.mark.nightly),
     ],
@@ -209,14 +183,13 @@ def test_outputs_with_prefix_caching_equal_those_of_vllm(case: str, hits: int, f
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["checkpoints", pytest.param("checkpoints-ring", marks=pytest.mark.nightly)])
-def test_outputs_with_checkpoints_of_prompts_equal_those_with_a_state_per_draft(case: str) -> None:
+def test_outputs_with_checkpoints_equal_those_of_vllm() -> None:
     """vLLM writes a state from the middle of a prompt to a separate block.
 
     It finds the block in the whole table. Rows of a previous owner may be pending there. Later requests start from
     this state.
     """
-    said = said_of(case, "one_state_aligned.py")
+    said = said_of("checkpoints", "one_state_aligned.py")
     audit = said["audit"]
     assert said["checkpoints"] > 10
     assert said["stale"] > 3
@@ -287,17 +260,18 @@ def test_the_capture_of_a_graph_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
 # ---------------------------------------------------------------- layout of a page
 
 
-@pytest.mark.parametrize("geometry", [GEOMETRY, RING], ids=["halves", "ring"])
+@pytest.mark.parametrize("geometry", [GEOMETRY, CHUNK], ids=["halves", "chunk"])
 def test_a_page_holds_states_and_record_and_they_share_nothing(geometry: RecordGeometry) -> None:
-    spec = geometry.extend(STATES)
-    states = STATES.page_size_bytes
+    width = geometry.key_width
+    vllm = replace(STATES, shapes=((6, 768), (4, 128, width)))
+    spec, states = geometry.extend(vllm), vllm.page_size_bytes
     assert spec.page_size_bytes == states + geometry.num_bytes
     assert (spec.num_speculative_blocks, spec.block_size) == (0, STATES.block_size)
     # The second of three layers, in a cache where the pages of a block are adjacent.
     pages = torch.zeros(5, 3, spec.page_size_bytes, dtype=torch.int8)[:, 1]
-    records = geometry.bind(torch.zeros(5, 4, 128, 64), pages, states).records
-    halves, rows = (1, 12) if geometry.ring_rows else (2, 4)
-    shapes = [(5, halves, rows, 2, 64), (5, halves, rows, 2), (5, halves, rows, 4), (5, rows, 4, 128)]
+    records = geometry.bind(torch.zeros(5, 4, 128, width), pages, states).records
+    halves, rows = (1, 23) if geometry.chunk else (2, 4)
+    shapes = [(5, halves, rows, 2, width), (5, halves, rows, 2), (5, halves, rows, 4), (5, rows, 4, 128)]
     assert [tuple(part.shape) for part in records] == shapes
     assert [part.dtype for part in records] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
     for number, part in enumerate(records, 1):
@@ -586,9 +560,9 @@ def test_the_start_up_line(packed: bool) -> None:
     assert (state.blocks_per_request, state.blocks_before) == (4, 10)
     said = state.describe()
     assert "4 layers with 1 state per request (vLLM: 4) and a record of 10.2 KiB (6.9% of a page)" in said
-    ring = plugin.OneState(runner, builders, RING, skipped)
-    assert (ring.form, plugin.OneState(runner, builders, CHUNK, skipped).form) == ("exact", "chunk")
-    assert "(vLLM: 4) and a ring of 8 accepted rows, 27.3 KiB (18.5% of a page); a request" in ring.describe()
+    chunk = plugin.OneState(runner, builders, CHUNK, skipped)
+    assert (state.form, chunk.form) == ("exact", "chunk")
+    assert "(vLLM: 4) and chunks of 16 tokens and a record of 57.9 KiB" in chunk.describe()
     # Without records there are 112 pages.
     assert "a request of 256 tokens has 4 blocks (10), 26 of them fit (about 11)" in said
     # With prefix caching and FlashInfer's prefill a group holds up to three blocks of a request: the state, the one
@@ -623,7 +597,7 @@ class Layer:
         self.layer_window = torch.zeros(1, dtype=torch.int64)
         self.all_states = torch.zeros(16, 4, 128, width)
         self._generator = generator
-        self.group = GroupLayers(Cursors(slots, torch.device("cpu"), geometry.ring_rows, geometry.chunk), [self])
+        self.group = GroupLayers(Cursors(slots, torch.device("cpu"), geometry.chunk), [self])
 
     def verify(self, window: Window) -> None:
         generator, tokens, width = self._generator, int(window.starts[-1]), self.geometry.key_width
@@ -634,13 +608,10 @@ class Layer:
         out = torch.zeros(tokens, 4, 128, dtype=torch.bfloat16)
         inputs = (normal(tokens, 2, width), normal(tokens, 2, width), normal(tokens, 4, 128), normal(tokens, 4),
                   normal(tokens, 4))  # fmt: skip
-        plan = (window.plan, window.number, window.starts)
-        self.run_window(out, self.recurrent_cache, self.layer_window, inputs, plan, all_states=self.all_states)
-
-    def run_window(self, out: Tensor, cache: Any, number: Tensor, inputs: Any, window: Any, **options: Any) -> None:
         ops.gated_delta_verify(
-            out, cache.state, *cache.records, number, *inputs, torch.zeros(4), torch.zeros(4), *window, scale=0.125,
-            ring_rows=self.geometry.ring_rows, chunk=self.geometry.chunk, **options,
+            out, self.recurrent_cache.state, *self.recurrent_cache.records, self.layer_window, *inputs, torch.zeros(4),
+            torch.zeros(4), window.plan, window.number, window.starts, scale=0.125, all_states=self.all_states,
+            chunk=self.geometry.chunk,
         )  # fmt: skip
 
 
@@ -701,35 +672,6 @@ def test_the_audit_compares_each_state_and_finds_a_wrong_byte() -> None:
     audited.finds(r"state of layer layer in block 2 is not the state after 2 tokens .* 1 bytes")
 
 
-def audited_ring() -> Audited:
-    """Three windows of two requests, of which the last one stores nothing."""
-    audited = Audited([5, 2], [4, 3], RING)
-    audited.run([1, 1], [1, 1], [1, 2])
-    assert not audited.window.plan[:, 3].any()
-    return audited
-
-
-def test_the_audit_compares_the_pending_rows_of_a_ring() -> None:
-    audited = audited_ring()
-    assert (audited.audit.summary()["windows"], audited.audit.summary()["states_compared"]) == (6, 4)
-    assert audited.audit.summary()["rows_reapplied"] == 1 + 1 + 2 + 3
-    audited.run([4, 3])  # more rows than the ring holds with another window: both states are stored
-    assert audited.window.plan[:2, 3].tolist() == [5, 2]
-    assert audited.audit.summary()["states_compared"] == 6
-
-
-@pytest.mark.parametrize("part", ["state", "earlier row", "last window"])
-def test_the_audit_finds_a_wrong_byte_under_a_ring_that_stores_nothing(part: str) -> None:
-    audited = audited_ring()
-    if part == "state":
-        audited.change_state(2)
-    else:  # rows 0 to 2 of block 2 are accepted, and rows 3 to 5 are those of the last window
-        audited.layer.recurrent_cache.record_updates[2, 0 if part == "earlier row" else 3] += 1
-    audited.run_unaudited([1, 1])
-    assert not audited.window.plan[1, 3]
-    audited.finds("layer in block 2 with its pending rows is not the state after 4 tokens")
-
-
 def audited_chunks() -> Audited:
     """Windows of two requests whose prompts had 13 and 32 tokens. The state of the first one was stored at 16."""
     audited = Audited([5, 2], [4, 3], CHUNK)
@@ -757,20 +699,20 @@ def test_a_chunk_that_begins_writes_whole_records_and_nothing_else() -> None:
     assert torch.equal(layer.pages, other.pages)
 
 
-def test_the_audit_runs_windows_of_chunks_again() -> None:
+def test_audit_compares_pending_rows_of_chunks() -> None:
     audited = audited_chunks()
     assert audited.audit.summary()["windows"] == 6
     assert audited.audit.summary()["rows_reapplied"] == 13 + 0 + 15 + 3 + 18 + 4
     audited.run([4, 3], [2, 2], [4, 3], [4, 3])
 
 
-@pytest.mark.parametrize("part", ["state", "row"])
-def test_audit_finds_wrong_byte_of_chunk(part: str) -> None:
+@pytest.mark.parametrize("part", ["state", "earlier row", "last window"])
+def test_audit_finds_wrong_byte_of_a_chunk(part: str) -> None:
     audited = audited_chunks()
     if part == "state":
         audited.change_state(2)
-    else:
-        audited.layer.recurrent_cache.record_updates[2, 1] += 1
+    else:  # rows 0 to 3 of block 2 are accepted, and rows 4 to 6 are those of the last window
+        audited.layer.recurrent_cache.record_updates[2, 1 if part == "earlier row" else 4] += 1
     audited.run_unaudited([4, 1])
     audited.finds("in block 2 with its pending rows is not the state after 5 tokens")
 
@@ -1459,33 +1401,6 @@ def test_the_setting() -> None:
     assert not NworConfig.load({"nwor": {"recurrent": True}}, {"VLLM_NWOR_RECURRENT": "0"}).recurrent
 
 
-def test_the_setting_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert NworConfig.load({}, {}).ring_rows == 0
-    assert NworConfig.load({"nwor": {"ring_rows": 6}}, {}).ring_rows == 6
-    assert NworConfig.load({"nwor": {"ring_rows": 6}}, {"VLLM_NWOR_RING_ROWS": "8"}).ring_rows == 8
-    for rows in (-1, 32, True, "8", 4.0):
-        with pytest.raises(ValueError, match=f"nwor: ring_rows must be 0 to 31, got {rows!r}"):
-            NworConfig.load({"nwor": {"ring_rows": rows}}, {})
-    for rows in ("", "-1", "32", "six", "4.0", "9" * 5000):
-        with pytest.raises(ValueError, match=r"(VLLM_NWOR_RING_ROWS|ring_rows) must be 0 to 31"):
-            NworConfig.load({}, {"VLLM_NWOR_RING_ROWS": rows})
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
-    wanted = {"recurrent": True, "ring_rows": 8}
-    config = engine(additional_config={"nwor": wanted})
-    config.cache_config.mamba_ssm_cache_dtype = "float32"
-    assert RecordGeometry.of(config) == RING
-    assert supported.problem_of(config) is None
-    for rows, problem in (
-        (3, r"ring_rows is 3: it must be 4 \(the tokens of a window\) to 28, or 0"),
-        (29, "ring_rows is 29: it must be 4"),
-    ):
-        config.additional_config = {"nwor": wanted | {"ring_rows": rows}}
-        assert re.search(problem, str(supported.problem_of(config)))
-    config.additional_config = {"nwor": wanted}
-    config.cache_config.mamba_ssm_cache_dtype = "bfloat16"
-    assert "ring_rows needs float32 states, and these are torch.bfloat16" in str(supported.problem_of(config))
-
-
 def test_the_setting_of_the_chunk_form() -> None:
     for value, form in (("0", False), ("off", False), ("1", True), ("on", True), ("Exact", True), ("chunk", "chunk")):
         assert NworConfig.load({}, {"VLLM_NWOR_RECURRENT": value}).recurrent is form
@@ -1498,8 +1413,6 @@ def test_the_setting_of_the_chunk_form() -> None:
     for other in (1, None, "lazy"):
         with pytest.raises(ValueError, match="nwor: recurrent must be true, false, off, exact or chunk, got"):
             NworConfig.load({"nwor": {"recurrent": other}}, {})
-    with pytest.raises(ValueError, match=r"ring_rows must be 0 with recurrent=chunk, which sets .* got 8"):
-        NworConfig.load({"nwor": {"recurrent": "chunk"}}, {"VLLM_NWOR_RING_ROWS": "8"})
 
 
 def chunked_engine(**found: Any) -> SimpleNamespace:
@@ -1511,14 +1424,14 @@ def chunked_engine(**found: Any) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_the_chunk_form_sets_its_ring(monkeypatch: pytest.MonkeyPatch, state_dtype: str) -> None:
+def test_records_of_the_chunk_form(monkeypatch: pytest.MonkeyPatch, state_dtype: str) -> None:
     monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     config = chunked_engine(cache_config__mamba_ssm_cache_dtype=state_dtype)
     assert RecordGeometry.of(config) == CHUNK
     assert supported.problem_of(config) is None
     assert supported.has_one_state(config)
     config.num_speculative_tokens = 7
-    assert RecordGeometry.of(config).ring_rows == 23
+    assert RecordGeometry.of(config).parts["updates"][0][0] == 23 + 8
     assert supported.problem_of(config) is None
 
 

@@ -34,7 +34,6 @@ def plan_recurrent_window(
     record_rows,
     is_window=None,
     num_skipped=None,
-    ring_rows=0,
     chunk=0,
 ) -> None:
     plan.zero_()
@@ -48,13 +47,12 @@ def plan_recurrent_window(
             cursors[slot, [0, *range(2, cursors.shape[1])]] = 0
             continue
         rows = sum(earlier) + (int(num_kept[request]) if pending else 0)
-        stores = rows >= chunk if chunk else not ring_rows or rows + tokens > ring_rows
-        folded = chunk or rows
+        stores = rows >= chunk
         plan[request] = torch.tensor([slot, rows, first, slot if stores else 0])
-        if not ring_rows:
+        if not chunk:
             cursors[slot] = torch.tensor([tokens, 1 - first])
         elif stores:
-            cursors[slot] = torch.tensor([tokens, (first + folded) % (ring_rows + record_rows), rows - folded])
+            cursors[slot] = torch.tensor([tokens, (first + chunk) % (chunk - 1 + 2 * record_rows), rows - chunk])
         else:
             cursors[slot] = torch.tensor([tokens, first, rows])
     window_id += 1
@@ -87,6 +85,7 @@ def plan_recurrent_block_fold(
     num_computed_tokens=None,
     block_size=0,
     moves_rows=False,
+    num_skipped=None,
 ) -> None:
     folds = []
     for table, row in itertools.product(block_tables, idx_mapping.tolist()):
@@ -164,13 +163,13 @@ def gated_delta_verify(
     out, state, record_keys, record_norms, record_decays, record_updates, layer_window, q, k, v, a, b, A_log, dt_bias,
     plan, window_id, query_start_loc, scale, softplus_beta=1.0, softplus_threshold=20.0, use_qk_l2norm=True, gate=None,
     norm_weight=None, norm_eps=1e-5, gate_activation="silu", all_states=None, allow_neg_eigval=False,
-    gate_lower_bound=None, ring_rows=0, chunk=0,
+    gate_lower_bound=None, chunk=0,
 ) -> None:  # fmt: skip
     record = (record_keys, record_norms, record_decays, record_updates)
     starts = query_start_loc.tolist()
     for request, (begin, end) in enumerate(itertools.pairwise(starts)):
         source, rows, first, target = plan[request].tolist()
-        if target <= 0 and (source <= 0 or not ring_rows):
+        if target <= 0 and (source <= 0 or not chunk):
             out[begin:end] = 0
             continue
         if begin == end:
@@ -185,7 +184,7 @@ def gated_delta_verify(
                 h = state[target, head].float()
             before = rows - chunk if chunk and target > 0 else rows  # rows of the chunk before the window
             slot = max(target, 0) or source
-            next_first = (first + rows) % record_keys.shape[2] if ring_rows else 1 - first
+            next_first = (first + rows) % record_keys.shape[2] if chunk else 1 - first
             for token in range(begin, end):
                 if chunk and before + token - begin == chunk:
                     h = h.to(state.dtype).float()

@@ -52,8 +52,8 @@ def window(dice: Dice) -> Calls[None]:
     if chunk:
         widths, dtype, key_heads, heads, slots = (128, 128), torch.bfloat16, 1, 1 + key_heads % 2, min(slots, 3)
     dk, dv = widths
-    channels, ring_rows = (dk,) if per_channel else (), CHUNK - 1 + most if chunk else 0
-    halves, rows = (1, ring_rows + most) if chunk else (2, most)
+    channels = (dk,) if per_channel else ()
+    halves, rows = (1, CHUNK - 1 + 2 * most) if chunk else (2, most)
     layer = [
         dice.normal(slots, heads, dv, dk, dtype=state_dtype, factor=0.3),
         dice.normal(slots, halves, rows, key_heads, dk, dtype=dtype),
@@ -78,7 +78,7 @@ def window(dice: Dice) -> Calls[None]:
         starts = dice.int32([*accumulate(lengths, initial=0)])
         plan, cursors, window_id, *_ = yield Call("plan_recurrent_window", (
             dice.poisoned(count + 1, 4), cursors, window_id, dice.ids(chosen), starts, dice.int32(kept), most,
-            is_window, dice.int64([7]) if dice.maybe() else None, ring_rows, chunk,
+            is_window, dice.int64([7]) if dice.maybe() else None, chunk,
         ))  # fmt: skip
         value = (tokens, heads, dv)
         a, b = dice.normal(tokens, heads, *channels, dtype=dtype), dice.normal(tokens, heads, dtype=dtype)
@@ -91,7 +91,7 @@ def window(dice: Dice) -> Calls[None]:
             starts, dk**-0.5, 1.0, 20.0, True, dice.placed(dice.normal(*value, dtype=dtype)) if norm else None,
             dice.strided(dice.normal(dv).abs()) if norm else None, 1e-5, dice.choice(("silu", "sigmoid")),
             dice.placed(dice.bytes(*value, dk, dtype=state_dtype)) if dice.maybe() else None,
-            dice.maybe() and gates != "given", bound, ring_rows, chunk,
+            dice.maybe() and gates != "given", bound, chunk,
         ), tolerances)  # fmt: skip
         layer = list(after[1:7])
     yield from _fold(dice, layer, cursors, most, chunk, tolerances)
@@ -120,11 +120,14 @@ def _blocks(dice: Dice, ring: bool) -> Calls[None]:
     states, size, after, groups = dice.size(4, 1), dice.size(5, 1), dice.maybe(), dice.size(3, 1)
     total = 2 * groups * states
     blocks = torch.tensor(dice.data.sample(range(1, total + 1), total), dtype=torch.int32).view(groups, states, 2)
-    cursors = [[dice.number(5), dice.number(1), *([dice.number(3)] if ring else [])] for _ in range(total + 1)]
-    source, kept, target, computed = (dice.int32(dice.numbers(states, most, -1)) for most in (1, 6, 1, 2 * size))
+    pending = dice.number(5)  # in each block, or none
+    rows = [dice.choice((0, pending)) for _ in range(total + 1)]
+    cursors = [[number, dice.number(1), *([dice.number(3)] if ring else [])] for number in rows]
+    source, target, computed = (dice.int32(dice.numbers(states, most, -1)) for most in (1, 1, 2 * size))
+    kept = dice.int32(dice.numbers(states, max(1, pending), 1))
     yield Call("plan_recurrent_block_fold", (
         dice.poisoned(groups * states + dice.size(2), 4), dice.placed(torch.tensor(cursors, dtype=torch.int32)),
         [dice.placed(table) for table in blocks], dice.ids(dice.data.sample(range(-1, states), states)), source, kept,
         None if after else target, computed if after else None, size if after else 0,
-        ring and not after and dice.maybe(),
+        ring and not after and dice.maybe(), dice.int64([7]) if dice.maybe() else None,
     ))  # fmt: skip

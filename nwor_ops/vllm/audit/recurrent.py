@@ -2,10 +2,10 @@
 
 If asked, the kernel that verifies a window also returns the state after each token, as a scheme with K + 1 states
 stores it. The next window of the request first applies the accepted rows. The resulting state must equal the state
-returned for the last accepted token, so nothing else may have changed it in between. With a ring, most windows do not
-store it. The audit then folds the pending rows into a copy of the state and compares that.
+returned for the last accepted token, so nothing else may have changed it in between.
 
-In the chunk form, a store applies one chunk. Later rows stay pending. The audit compares both.
+In the chunk form, most windows do not store the state, and a store applies one chunk; later rows stay pending. The
+audit then folds the pending rows into a copy of the state and compares that.
 
 vLLM also writes checkpoints: FlashInfer's prefill stores a state from the middle of a prompt in a separate block. Such
 a block must hold that state with nothing pending, both now and when a later request starts from it.
@@ -82,7 +82,7 @@ class StateAudit(StepListener, RecurrentListener):
                 source, rows, _, target = row
                 if not source and slot > 0 and end > start:
                     rows, first, *_ = builder.group.cursors.table[slot].tolist()
-                    where = f"from row {first} of a ring" if builder.group.cursors.ring_rows else f"in half {first}"
+                    where = f"from row {first} of a ring" if builder.group.cursors.chunk else f"in half {first}"
                     raise AuditError(
                         f"nwor audit: the plan skipped the request in block {slot} with {end - start} tokens: "
                         f"the count of its accepted tokens, or its cursor ({rows} rows {where}), is invalid"

@@ -38,7 +38,7 @@ def layout_of(vllm_config: Any) -> str:
     if not has_one_state(vllm_config):
         return ""
     geometry = RecordGeometry.of(vllm_config)
-    form = "chunk-" if geometry.chunk else ""  # an exact ring may have records of the same size
+    form = "chunk-" if geometry.chunk else ""
     return f"one-state-{form}{geometry.rows}x{geometry.num_bytes}"
 
 

@@ -138,54 +138,32 @@ class OneStateLayer(PluggableLayer, MambaBase):
         assert metadata.plan is not None
         assert metadata.window_id is not None
         assert metadata.spec_query_start_loc is not None
-        norm = {"norm_weight": norm_weight, "norm_eps": norm_eps, "gate_activation": gate_activation}
-        self.run_window(
-            out,
-            self.recurrent_cache,
-            self.layer_window,
-            (q, k, v, a, b),
-            (metadata.plan, metadata.window_id, metadata.spec_query_start_loc[: metadata.num_spec_decodes + 1]),
-            gate=gate,
-            all_states=self.all_states,
-            **norm,
-        )
-
-    def run_window(
-        self,
-        out: Tensor,
-        cache: RecurrentCache,
-        layer_window: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        window: tuple[Tensor, Tensor, Tensor],
-        **options: Any,
-    ) -> None:
-        """Call the op with the weights and sizes of this layer.
-
-        Args:
-            out: **mutated**: the output.
-            cache: **mutated**: the states and records.
-            layer_window: **mutated**.
-            inputs: q, k, v, a and b, as for :meth:`verify`.
-            window: plan, number of the window, and first tokens of the requests.
-            **options: other arguments of :func:`nwor_ops.gated_delta_verify`.
-        """
-        geometry = self.geometry
+        cache, geometry = self.recurrent_cache, self.geometry
         per_channel = (geometry.value_heads, geometry.key_width)
         ops.gated_delta_verify(
             out,
             cache.state,
             *cache.records,
-            layer_window,
-            *inputs,
+            self.layer_window,
+            q,
+            k,
+            v,
+            a,
+            b,
             None if self.given_gates else self.A_log.view(-1),
             None if self.given_gates else self.dt_bias.view(per_channel if geometry.per_channel else -1),
-            *window,
+            metadata.plan,
+            metadata.window_id,
+            metadata.spec_query_start_loc[: metadata.num_spec_decodes + 1],
             geometry.key_width**-0.5,
+            gate=gate,
+            norm_weight=norm_weight,
+            norm_eps=norm_eps,
+            gate_activation=gate_activation,
+            all_states=self.all_states,
             allow_neg_eigval=self.allow_neg_eigval,
             gate_lower_bound=self.gate_lower_bound,
-            ring_rows=geometry.ring_rows,
             chunk=geometry.chunk,
-            **options,
         )
 
     def windows(self) -> OneStateMetadata | None:

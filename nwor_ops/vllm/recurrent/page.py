@@ -28,7 +28,6 @@ class RecordGeometry:
         key_width, value_width: elements per head.
         key_dtype: dtype of the keys.
         per_channel: whether each channel of a key has a decay (KDA). If False, each head has one.
-        ring_rows: the maximum number of accepted rows in a ring, or 0 for records without a ring.
         chunk: rows that a store folds in the chunk form, or 0 for the exact form.
     """
 
@@ -39,7 +38,6 @@ class RecordGeometry:
     value_width: int
     key_dtype: torch.dtype
     per_channel: bool = False
-    ring_rows: int = 0
     chunk: int = 0
 
     @classmethod
@@ -56,15 +54,14 @@ class RecordGeometry:
             heads.value_width,
             vllm_config.model_config.dtype,
             heads.per_channel,
-            # In the chunk form: rows of a chunk that is not complete, and those of the window before.
-            CHUNK - 1 + rows if config.chunk else config.ring_rows,
             CHUNK if config.chunk else 0,
         )
 
     @property
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each part of a record, in the order of the page."""
-        halves, rows = (1, self.ring_rows + self.rows) if self.ring_rows else (2, self.rows)
+        # In the chunk form: rows of a chunk that is not complete, those of the window before, and those of this one.
+        halves, rows = (1, self.chunk - 1 + 2 * self.rows) if self.chunk else (2, self.rows)
         keys, values = self.key_heads, self.value_heads
         channels = (self.key_width,) if self.per_channel else ()
         return {
@@ -113,4 +110,4 @@ class RecordGeometry:
             found[f"record_{name}"] = pages[:, offset : offset + size].view(dtype).view(-1, *shape)
             offset += size
         keys, norms, decays, updates = (found[f"record_{name}"] for name in ("keys", "norms", "decays", "updates"))
-        return RecurrentCache(state, keys, norms, decays, updates, self.ring_rows, self.chunk)
+        return RecurrentCache(state, keys, norms, decays, updates, self.chunk)

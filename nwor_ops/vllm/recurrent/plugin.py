@@ -107,7 +107,7 @@ class OneState:
         self.states_before = drafts + 1
         self.num_blocks = cache.num_blocks - 1  # vLLM does not use the first block
         self.max_model_len = runner.max_model_len
-        self._record_bytes, self._ring_rows, self._chunk = geometry.num_bytes, geometry.ring_rows, geometry.chunk
+        self._record_bytes, self._chunk = geometry.num_bytes, geometry.chunk
         self._cache_bytes = max((tensor.size for tensor in cache.kv_cache_tensors), default=0)
         # If layers of several page sizes share a block, vLLM has a spec for each layer of a group.
         recurrent = next(spec for spec in specs if is_recurrent(spec))
@@ -209,8 +209,7 @@ class OneState:
 
     def describe(self) -> str:
         now, before = self.blocks_per_request, self.blocks_before
-        record = f"a ring of {self._ring_rows} accepted rows," if self._ring_rows else "a record of"
-        record = f"chunks of {self._chunk} tokens and {record}" if self._chunk else record
+        record = f"chunks of {self._chunk} tokens and a record of" if self._chunk else "a record of"
         return (
             f"{self.num_layers} layers with 1 state per request (vLLM: {self.states_before}) and {record} "
             f"{self._record_bytes / 2**10:.1f} KiB ({100 * self._record_bytes / self._page_bytes:.1f}% of a page); a "
@@ -287,7 +286,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
 
     context, cache = runner.compilation_config.static_forward_context, runner.kv_cache_config
     geometry = RecordGeometry.of(vllm_config)
-    cursors, builders = Cursors(cache.num_blocks, runner.device, geometry.ring_rows, geometry.chunk), []
+    cursors, builders = Cursors(cache.num_blocks, runner.device, geometry.chunk), []
     tables, numbers = [], []
     without_record = [name for _, name in model_of(vllm_config).without_record]
     for number, attn_groups in enumerate(runner.attn_groups):

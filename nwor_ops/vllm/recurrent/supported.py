@@ -110,13 +110,8 @@ def check_one_state(geometry: Any, state_dtype: Any) -> None:
             raise STATE.because(what=f"heads of {what} are {width} wide, not one of {known}")
     if geometry.rows > 32:
         raise STATE.because(what=f"windows have {geometry.rows} tokens, more than 32")
-    if geometry.ring_rows and not geometry.chunk and not geometry.rows <= geometry.ring_rows <= 32 - geometry.rows:
-        limits = f"it must be {geometry.rows} (the tokens of a window) to {32 - geometry.rows}, or 0"
-        raise STATE.because(what=f"ring_rows is {geometry.ring_rows}: {limits}")
     if str(state_dtype) not in ("torch.float32", "torch.bfloat16"):
         raise STATE.because(what=f"states are {state_dtype}: set mamba_ssm_cache_dtype to float32 or bfloat16")
-    if geometry.ring_rows and not geometry.chunk and str(state_dtype) != "torch.float32":
-        raise STATE.because(what=f"ring_rows needs float32 states, and these are {state_dtype}")
     if str(geometry.key_dtype) not in ("torch.float16", "torch.bfloat16"):
         raise STATE.because(what=f"keys are {geometry.key_dtype}")
 
