@@ -403,9 +403,9 @@ class DraftLoop(BoundToMemory):
             return None
         recording = self._recordings.get((mode, key, self._filed(mode, key.query_len, num_drafts)))
         if recording is None:
-            of_them = "" if num_drafts == self.num_drafts else f" and {num_drafts} drafts"
+            drafts = "" if num_drafts == self.num_drafts else f" and {num_drafts} drafts"
             raise RuntimeError(
-                f"DraftLoop: no graph was captured for {key}{of_them} in mode {mode!r}; capture() it at start-up"
+                f"DraftLoop: no graph was captured for {key}{drafts} in mode {mode!r}; capture() it at start-up"
             )
         if self.debug:
             require_unmoved(recording.places, places_of(self.buffers.tensors()))
@@ -415,9 +415,9 @@ class DraftLoop(BoundToMemory):
         self, num_reqs: int, query_len: int, mode: AnyMode, key: GraphKey | None, num_drafts: int
     ) -> tuple[Mode, GraphKey]:
         if mode == "auto":
-            found = self.dispatch(num_reqs, query_len, num_drafts)
-            chosen, default = found.mode, found.key
-            self._log_once(query_len, found)
+            dispatch = self.dispatch(num_reqs, query_len, num_drafts)
+            chosen, default = dispatch.mode, dispatch.key
+            self._log_once(query_len, dispatch)
         elif mode == "eager":
             chosen, default = mode, GraphKey(num_reqs, query_len)
         else:
@@ -444,8 +444,8 @@ class DraftLoop(BoundToMemory):
 
     def _smallest(self, mode: Mode, num_reqs: int, query_len: int, num_drafts: int) -> GraphKey | None:
         counts = self._counts_of(mode, query_len, num_drafts)
-        place = bisect_left(counts, num_reqs)
-        return GraphKey(counts[place], query_len) if place < len(counts) else None
+        index = bisect_left(counts, num_reqs)
+        return GraphKey(counts[index], query_len) if index < len(counts) else None
 
     def _counts_of(self, mode: Mode, query_len: int, num_drafts: int) -> list[int]:
         """Return the request counts that have a graph, smallest first."""
@@ -474,9 +474,9 @@ class DraftLoop(BoundToMemory):
             raise ValueError(f"DraftLoop: {key} belongs to a first pass, but the loop has none")
         return key
 
-    def _log_once(self, query_len: int, found: Dispatch) -> None:
+    def _log_once(self, query_len: int, dispatch: Dispatch) -> None:
         what = "decode steps" if query_len == 1 else f"first pass of {query_len} tokens"
-        line = (f"{what}: {found.mode}", found.reason)
+        line = (f"{what}: {dispatch.mode}", dispatch.reason)
         if line not in self._logged:
             self._logged.add(line)
             logger.info("nwor draft loop, %s, because: %s", *line)

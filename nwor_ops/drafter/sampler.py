@@ -43,9 +43,9 @@ class DraftSampler(BoundToMemory):
         logits_cache: Tensor | None = None,
     ) -> None:
         validation.instance("DraftSampler: buffers", buffers, DraftBuffers, "a DraftBuffers")
-        place: Any = {"dims": 1, "device": buffers.device}
-        validation.tensor("DraftSampler: temperature", temperature, torch.float32, **place)
-        validation.tensor("DraftSampler: seeds", seeds, torch.int64, **place)
+        vector: Any = {"dims": 1, "device": buffers.device}
+        validation.tensor("DraftSampler: temperature", temperature, torch.float32, **vector)
+        validation.tensor("DraftSampler: seeds", seeds, torch.int64, **vector)
         if compute_logits is not None:
             validation.function("DraftSampler: compute_logits", compute_logits)
         if logits_cache is not None:

@@ -66,7 +66,7 @@ class LoopGraphs:
         """Capture graphs for ``keys``, and measure time and memory."""
         reserved, started = self._reserved(), time.perf_counter()
         with graph_capture(device=self._device):
-            self.loop.capture(key for of_them in keys.values() for key in of_them if key.query_len > 1)
+            self.loop.capture(key for group in keys.values() for key in group if key.query_len > 1)
             for num_drafts in sorted(keys, reverse=True):
                 loops = [key for key in keys[num_drafts] if key.query_len == 1]
                 if loops:
@@ -86,7 +86,7 @@ class LoopGraphs:
     @property
     def most_requests(self) -> int:
         """Number of requests of the largest graph; 0 if nothing is captured."""
-        return max((key.num_reqs for of_them in self.keys.values() for key in of_them), default=0)
+        return max((key.num_reqs for group in self.keys.values() for key in group), default=0)
 
 
 def _counts_of(keys: Iterable[GraphKey]) -> dict[str, list[int]]:
@@ -147,13 +147,15 @@ class GraphedDrafter(abc.ABC):
         """Write the log line at start-up."""
         keys: dict[int, list[GraphKey]] = self.graphs.keys
         passes = {
-            drafts: "first pass of {first_pass}, decode loop of {decode} requests".format(**_counts_of(of_them))
-            for drafts, of_them in keys.items()
+            drafts: "first pass of {first_pass}, decode loop of {decode} requests".format(**_counts_of(group))
+            for drafts, group in keys.items()
         }
         self._logger.info(
             "nwor: draft graphs: active: %d graphs (%s) in %.1f s, %.0f MiB",
             sum(map(len, keys.values())),
-            "; ".join(passes.values() if len(passes) == 1 else (f"{n} drafts: {said}" for n, said in passes.items())),
+            "; ".join(
+                passes.values() if len(passes) == 1 else (f"{n} drafts: {counts}" for n, counts in passes.items())
+            ),
             self.graphs.seconds,
             self.graphs.bytes / 2**20,
         )
@@ -164,8 +166,8 @@ class GraphedDrafter(abc.ABC):
             return DraftGraphReport(eager=dict(self._eager))
         keys, counts = self.graphs.keys, self.graphs.loop.counts
         return DraftGraphReport(
-            captured=_counts_of(key for of_them in keys.values() for key in of_them),
-            captured_by_drafts={drafts: _counts_of(of_them) for drafts, of_them in keys.items()},
+            captured=_counts_of(key for group in keys.values() for key in group),
+            captured_by_drafts={drafts: _counts_of(group) for drafts, group in keys.items()},
             capture_seconds=self.graphs.seconds,
             capture_bytes=self.graphs.bytes,
             replays={name: counts[name, "loop"] for name in ("first_pass", "decode")},

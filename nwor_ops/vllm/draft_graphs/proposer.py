@@ -79,8 +79,8 @@ class ProposerMetadata(DraftMetadata):
         proposer, rows, buffers = self._proposer, key.num_reqs, self._proposer.buffers
         slots = self._drafter._get_slot_mapping(key.num_tokens)
         if capturing:
-            for of_layer in slots.values():
-                of_layer.fill_(_NO_SLOT)
+            for mapping in slots.values():
+                mapping.fill_(_NO_SLOT)
         common = CommonAttentionMetadata(
             query_start_loc=buffers.query_start_loc[: rows + 1],
             query_start_loc_cpu=torch.from_numpy(numpy.arange(rows + 1, dtype=numpy.int32) * key.query_len),
@@ -107,8 +107,8 @@ class ProposerMetadata(DraftMetadata):
         """Write the slot of each row's position. Padded rows get no slot."""
         positions, size = self._proposer.buffers.positions[:rows], self._drafter.block_size
         blocks = self._proposer.block_table[:rows].gather(1, (positions // size).unsqueeze(1)).squeeze(1)
-        found = torch.add(positions % size, blocks, alpha=size)
-        slots.copy_(found.masked_fill_(self._proposer.buffers.idx_mapping[:rows] < 0, _NO_SLOT))
+        numbers = torch.add(positions % size, blocks, alpha=size)
+        slots.copy_(numbers.masked_fill_(self._proposer.buffers.idx_mapping[:rows] < 0, _NO_SLOT))
 
 
 class ProposedFirstPass:
@@ -476,6 +476,6 @@ def check_drafter(drafter: Any) -> None:
         "speculative_config has enforce_eager": drafter.speculative_config.enforce_eager,
         "its number of drafts is dynamic": drafter.speculative_config.num_speculative_tokens_per_batch_size,
     }
-    found = [feature for feature, has in features.items() if has]
-    if found:
-        raise DRAFTER.because(what=", ".join(found))
+    unsupported = [feature for feature, has in features.items() if has]
+    if unsupported:
+        raise DRAFTER.because(what=", ".join(unsupported))

@@ -237,7 +237,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             ]
             if drafts > 1:
                 keys[drafts] += [GraphKey(count) for count in _padded(every, requests_of_them)]
-        return {drafts: of_them for drafts, of_them in sorted(keys.items(), reverse=True) if of_them}
+        return {drafts: group for drafts, group in sorted(keys.items(), reverse=True) if group}
 
     def capture(self) -> None:
         """Capture the graphs. vLLM calls this after it captured the target's."""
