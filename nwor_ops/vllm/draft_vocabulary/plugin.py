@@ -199,13 +199,12 @@ def _check_head(head: Any, processors: list[Any], vllm_config: Any) -> None:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    method, weight = getattr(head, "quant_method", None), getattr(head, "weight", None)
-    if not isinstance(method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)):
+    if not isinstance(getattr(head, "quant_method", None), (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)):
         raise HEAD.because(what=f"its output head is quantized or wrapped ({type(head).__name__})")
     if getattr(head, "bias", None) is not None:
         raise HEAD.because(what="its output head has a bias")
-    if any(processor.head_dtype not in (None, weight.dtype) for processor in processors):
-        raise HEAD.because(what=f"its output head computes in another dtype than {weight.dtype}")
+    if any(processor.head_dtype not in (None, head.weight.dtype) for processor in processors):
+        raise HEAD.because(what=f"its output head computes in another dtype than {head.weight.dtype}")
     tokens = vllm_config.model_config.get_vocab_size()
     if head.org_vocab_size != tokens:
         raise HEAD.because(what=f"its output head has {head.org_vocab_size} of the target's {tokens} tokens")
