@@ -20,6 +20,7 @@ from gpu_cases import (
     NUM_SHADOW,
     ONE_STATE_RANKS,
     PLAIN_ALL_REDUCE,
+    ROWS,
     STAGE,
     V1,
     V2,
@@ -102,6 +103,16 @@ DRAFT_RANKS = [
         V1,
         nwor=GRAPHED,
     ),
+]
+VOCABULARY_RANKS = [
+    Case(
+        f"tp2-vocabulary-{name}",
+        _ranks(EAGLE | more, **{TP: 2}),
+        nwor={"mode": "off", "draft_vocabulary": ROWS},
+        same_tokens=not more,
+        use={"temperature": 1.0} if more else {},
+    )
+    for name, more in (("greedy", {}), ("random", {"draft_sample_method": "probabilistic"}))
 ]
 REFUSED = [
     Refusal("refused-pp2-stage", "pipeline parallelism: a rank before the last", _ranks(NGRAM, **{PP: 2}),
@@ -215,6 +226,22 @@ def test_draft_graphs_on_two_ranks(case: Case, engines: Any, record: dict[str, A
         assert report["replays"]["decode"] > 0
     assert all(abs(mine - theirs) <= 0.05 * sum(expected) for mine, theirs in zip(acceptance, expected, strict=True))
     assert_same_tokens(result, theirs)
+
+
+@pytest.mark.parametrize("case", VOCABULARY_RANKS, ids=lambda case: case.name)
+def test_draft_vocabulary_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    """Each rank has rows of its part of the head."""
+    vanilla, ours = engines.start_case(case)
+    result = ours.result()
+    _note(record, case, result)
+    workers = finished(result)["workers"]
+    reports = [report for worker in workers for report in worker["draft_vocabulary"]]
+    assert len(workers) == len(reports) == 2
+    assert all(report["consistent"] and not report["errors"] for report in reports)
+    accepted = result["metrics"]["spec_decode_num_accepted_tokens"]
+    assert 0 < accepted < result["metrics"]["spec_decode_num_draft_tokens"]
+    if vanilla is not None:
+        assert_same_tokens(result, finished(vanilla.result()), may_differ=2)
 
 
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: refusal.name)
