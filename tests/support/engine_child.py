@@ -5,8 +5,8 @@ A job is a dict with ``engine`` (arguments of ``vllm.LLM``), ``environment``, an
 - ``max_tokens``, ``temperature``: for sampling.
 - ``requests``: number of requests. ``shared_prefix``: number of prefix tokens that they share.
 - ``rounds``: how often the requests run. ``abort``: request numbers to abort, by step.
-- ``sleep``, ``drop_prefix_cache``: what happens between rounds. Blocks that are cached after a drop were loaded by a KV
-  connector.
+- ``sleep`` (True, or level 2), ``drop_prefix_cache``: what happens between rounds. Blocks that are cached
+  after a drop were loaded by a KV connector.
 - ``continued``: each round's answers become part of the next round's prompts.
 - ``record_drafts``: record the proposals of the drafter, step by step.
 - ``faults``: errors to plant, see ``engine_faults``.
@@ -118,7 +118,10 @@ def _run_alone(
     result["rounds"] = []
     for number in range(job["rounds"]):
         if number and job["sleep"]:
-            llm.sleep(level=1)
+            llm.sleep(level=int(job["sleep"]))
+            if job["sleep"] == 2:
+                llm.wake_up(tags=["weights"])
+                llm.collective_rpc("reload_weights")
             llm.wake_up()
         if number and job["drop_prefix_cache"]:
             drop_prefix_cache(llm)

@@ -1250,7 +1250,8 @@ def _vocabularies() -> Iterator[Case]:
     yield _vocabulary("not-async", async_scheduling=False)
     yield _vocabulary("lora", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@llama_lora"},
                       method="draft_model")  # fmt: skip
-    yield _vocabulary("sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
+    for level in (1, 2):
+        yield _vocabulary(f"sleep-{level}", enable_sleep_mode=True, use={"rounds": 2, "sleep": level})
     yield _vocabulary("memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
 
 
