@@ -2,13 +2,6 @@
 
 A pipeline rank that samples nothing needs this, and so does an engine with several batches in progress.
 
-    manager = InFlightManager(windows=2, max_num_tokens=..., ...)      # mode "cow"; register layers, then allocate
-
-    manager.begin(window); ... manager.write(...)
-    first = manager.defer()              # the forward is over, its sampling is not
-    manager.begin(window); ... second = manager.defer()
-    manager.settle(first, num_rejected)  # in any order
-
 The undo log has one section of rows per window. The section of a window is data: the log row numbers of its drafts are
 shifted, so compiled and captured code does not change. The logged bytes of a window stay until its section is used
 again. A section has its own counters, which are added to the manager's after all rejected rows are restored.
@@ -122,19 +115,17 @@ class InFlightManager(DraftCommitManager):
         buffers, rows = self.buffers, self._rows(section)
         self._section, self._window, self._unfinished, self._state = section, window, "begin", State.OPEN
         try:
+            sections = {
+                "row_slots": self._row_slots,
+                "row_requests": buffers.row_requests[rows],
+                "row_positions": buffers.row_positions[rows],
+                "draft_start_loc": self._starts[section],
+            }
             ops.plan_window(
-                query_start_loc=window.query_start_loc,
-                cu_num_draft_tokens=window.cu_num_draft_tokens,
-                slot_mappings=self._slot_mappings,
-                log_rows=buffers.log_rows,
-                row_slots=self._row_slots,
-                row_requests=buffers.row_requests[rows],
-                row_positions=buffers.row_positions[rows],
-                counters=buffers.counters,
-                draft_start_loc=self._starts[section],
-                num_bonus_tokens=self._layout.num_bonus_tokens,
-                leading_zero=self._layout.leading_zero,
-            )
+                query_start_loc=window.query_start_loc, cu_num_draft_tokens=window.cu_num_draft_tokens,
+                slot_mappings=self._slot_mappings, num_bonus_tokens=self._layout.num_bonus_tokens,
+                leading_zero=self._layout.leading_zero, **buffers.plan_arguments() | sections,
+            )  # fmt: skip
             buffers.row_slots[:, rows].copy_(self._row_slots)
             self._ids[section].copy_(buffers.window_id)
             if rows.start:
@@ -145,14 +136,7 @@ class InFlightManager(DraftCommitManager):
         self._unfinished = ""
 
     def defer(self) -> Deferred:
-        """Close the window and leave its drafts in the caches until :meth:`settle`.
-
-        Returns:
-            The deferred window, for :meth:`settle`, :meth:`undo`, :meth:`cancel_deferred` or :meth:`forget`.
-
-        Raises:
-            RuntimeError: no window is open, or an earlier call has failed for it.
-        """
+        """Close the window and leave its drafts in the caches until :meth:`settle`, which takes the returned object."""
         window = self._window_to_commit("defer")
         self._stop_logging()
         deferred = Deferred(self._section, self._num_requests(window))
@@ -168,11 +152,6 @@ class InFlightManager(DraftCommitManager):
             num_rejected: int32 ``[>= Q]`` on the manager's device: number of rejected drafts of each request.
 
         If this raises, the window is still deferred. Call it again with the same counts, or :meth:`cancel_deferred`.
-
-        Raises:
-            RuntimeError: the window was settled, cancelled or forgotten before, or its :meth:`cancel_deferred` has
-                begun and failed.
-            ValueError, TypeError: as :func:`nwor_ops.reject_rows_from_rejected`.
         """
         self._require_deferred("settle", deferred)
         if deferred.cancelling:
@@ -198,10 +177,6 @@ class InFlightManager(DraftCommitManager):
         Args:
             deferred: the object that :meth:`defer` returned.
             requests: indices of requests in the batch of that window.
-
-        Raises:
-            RuntimeError: the window was settled, cancelled or forgotten before.
-            ValueError, TypeError: an index is not in that batch; nothing is undone.
         """
         self._require_deferred("undo", deferred)
         last = deferred.num_requests - 1
@@ -213,11 +188,7 @@ class InFlightManager(DraftCommitManager):
         buffers.row_slots.masked_fill_(gone, -1)  # these slots now belong to other requests
 
     def cancel(self) -> None:
-        """Undo every draft of the open window and close it. Its drafts count as rejected. No other window changes.
-
-        Call it after any exception. Without an open window it does nothing. If this raises, the window is still open:
-        call cancel again, or abandon.
-        """
+        """Undo the open window, as :meth:`DraftCommitManager.cancel`. No other window changes."""
         if self._state is not State.OPEN:
             return
         if self._unfinished == "begin":
@@ -233,13 +204,7 @@ class InFlightManager(DraftCommitManager):
     def cancel_deferred(self, deferred: Deferred) -> None:
         """Undo every draft of a deferred window and remove it, as :meth:`cancel` does for the open one.
 
-        Args:
-            deferred: the object that :meth:`defer` returned.
-
         If this raises, the window is still deferred: call this again, or :meth:`forget`.
-
-        Raises:
-            RuntimeError: the window was settled, cancelled or forgotten before.
         """
         self._require_deferred("cancel_deferred", deferred)
         deferred.cancelling = True
@@ -259,26 +224,17 @@ class InFlightManager(DraftCommitManager):
         self._end(abandoned_drafts=self._abandoned_drafts + self._uncounted_drafts())
 
     def forget(self, deferred: Deferred) -> None:
-        """Remove a deferred window and never undo its drafts, as :meth:`abandon` does for the open one.
-
-        Args:
-            deferred: the object that :meth:`defer` returned.
-
-        Raises:
-            RuntimeError: the window was settled, cancelled or forgotten before.
-        """
+        """Remove a deferred window and never undo its drafts, as :meth:`abandon` does for the open one."""
         self._require_deferred("forget", deferred)
         self._abandoned_drafts = self._abandoned_drafts + self._planned_drafts(deferred)
         del self._deferred[deferred.section]
         self._abandoned += 1
 
-    def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> NoReturn:
+    def commit(self, *_: Tensor) -> NoReturn:
         """Raise RuntimeError: use :meth:`defer` and :meth:`settle`."""
         raise RuntimeError("commit: an InFlightManager has no immediate commit; call defer(), then settle()")
 
-    def commit_rejected(self, num_rejected: Tensor) -> NoReturn:
-        """Raise RuntimeError: use :meth:`defer` and :meth:`settle`."""
-        raise RuntimeError("commit_rejected: an InFlightManager has no immediate commit; call defer(), then settle()")
+    commit_rejected = commit
 
     # ------------------------------------------------------------ inside
 

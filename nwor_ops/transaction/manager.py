@@ -151,6 +151,7 @@ class DraftCommitManager(Stateful[Layer]):
             first_blocks, self.device,
         )  # fmt: skip
         self.recovery: Recovery = _RECOVERIES[mode](self._layers, capacity)
+        self._writers: dict[str, LayerWriter] = {}
         self._layout: Layout | None = None
         self._handles: _Handles | None = None  # of the layout
         self._window: Window | None = None
@@ -179,7 +180,6 @@ class DraftCommitManager(Stateful[Layer]):
             group: name of the layers that share a slot mapping. Geometries may differ within a group.
 
         Raises:
-            RuntimeError: the manager is allocated already.
             ValueError, TypeError: the name is taken, or the cache is on another device. Or, in mode ``"cow"``, it is
                 the cache of another layer of the group. The layer is not registered.
         """
@@ -197,7 +197,6 @@ class DraftCommitManager(Stateful[Layer]):
         allocation.
 
         Raises:
-            RuntimeError: no layer is registered, or the manager is allocated already.
             ValueError, IndexError: in mode ``"cow"``: the planes of a layer cannot be restored, for example because
                 elements overlap.
             ValueError: in mode ``"stage"``: a group has too few pages, or layers with different pages; shadow pages of
@@ -243,7 +242,6 @@ class DraftCommitManager(Stateful[Layer]):
             layout: the tensors and conventions of the engine; see :class:`nwor_ops.Layout`.
 
         Raises:
-            RuntimeError: a window is open, or nothing is allocated.
             ValueError, TypeError: a group has no slot mapping or table; a tensor has another shape, dtype or device; or
                 in mode ``"stage"`` the tensors of two groups share memory.
         """
@@ -367,9 +365,6 @@ class DraftCommitManager(Stateful[Layer]):
         Args:
             name: a registered layer.
             slot_mapping, token_offset: as in :meth:`write`.
-
-        Raises:
-            RuntimeError, KeyError, ValueError, TypeError, IndexError: as :meth:`write`.
         """
         self.writer(name).log(slot_mapping, token_offset)
 
@@ -378,19 +373,13 @@ class DraftCommitManager(Stateful[Layer]):
 
         An engine that looks it up once saves the host a lookup by name in each layer of each step.
 
-        Args:
-            name: a registered layer.
-
         Raises:
-            KeyError: the layer is not registered.
-            RuntimeError: nothing is allocated.
+            KeyError: no such layer is registered and allocated.
         """
         try:
             return self._writers[name]
-        except (KeyError, TypeError):
-            raise KeyError(f"layer {name!r} is not registered") from None
-        except AttributeError:
-            raise RuntimeError("writer: the manager must be allocated first") from None
+        except KeyError:
+            raise KeyError(f"layer {name!r} is not registered, or not allocated") from None
 
     def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> None:
         """Keep the accepted drafts, undo the rejected ones, and close the window.
@@ -402,7 +391,6 @@ class DraftCommitManager(Stateful[Layer]):
         checked before the first launch, so only the device can fail between two launches.
 
         Raises:
-            RuntimeError: no window is open, or an earlier call has failed for it.
             ValueError, TypeError: as :func:`nwor_ops.reject_rows`.
         """
         if self._state is not _OPEN or self._unfinished:
@@ -420,10 +408,6 @@ class DraftCommitManager(Stateful[Layer]):
 
         Args:
             num_rejected: int32 ``[>= Q]``: number of rejected drafts of each request.
-
-        Raises:
-            RuntimeError: as :meth:`commit`.
-            ValueError, TypeError: as :func:`nwor_ops.reject_rows_from_rejected`.
         """
         if self._state is not _OPEN or self._unfinished:
             self._window_to_commit("commit_rejected")
@@ -492,9 +476,6 @@ class DraftCommitManager(Stateful[Layer]):
         loader's.
 
         Mode ``"stage"`` copies them to the pages that attention reads. Mode ``"cow"`` does nothing.
-
-        Raises:
-            RuntimeError: no window is open, or an earlier call has failed for it.
         """
         window = self._window_to_commit("refresh_shadow_pages")
         self.recovery.refresh(window, self._num_requests(window))
@@ -517,7 +498,6 @@ class DraftCommitManager(Stateful[Layer]):
                 read them from host memory that has been reused by then.
 
         Raises:
-            RuntimeError: a window is open, or nothing is allocated.
             ValueError, TypeError: a state is not below ``max_num_requests``.
         """
         self._require(State.CLOSED, "forget_shadow_pages")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,16 +66,6 @@ class Launch:
     page_offsets: Tensor | None
 
 
-class GroupViews(NamedTuple):
-    """Views of the tensors that open_window and close_window take, for the groups of one launch."""
-
-    row_slots: Tensor
-    shadow_blocks: Tensor
-    saved_slots: Tensor
-    tail_pages: Tensor
-    held_slots: Tensor
-
-
 class ShadowPages(BoundToMemory):
     """See :class:`nwor_ops.transaction.modes.Recovery`. All planes of a group have the same pages."""
 
@@ -89,12 +79,6 @@ class ShadowPages(BoundToMemory):
         self.launches: list[Launch] = []
 
     def allocate(self, buffers: WindowBuffers) -> None:
-        """Allocate the tensors of the shadow pages.
-
-        Raises:
-            ValueError: a group has too few pages, or layers with different pages; shadow pages of two groups share
-                memory; or ``shadow_blocks`` names a group without layers.
-        """
         capacity, first_blocks = self._capacity, self._capacity.shadow_blocks
         planes = {group: self._layers.planes_of(group) for group in self.groups}
         unknown = sorted(set(first_blocks) - set(planes))
@@ -118,8 +102,6 @@ class ShadowPages(BoundToMemory):
         self.saved_slots = filled(shape[0], capacity.max_num_tokens, dtype=torch.int64)
         self.tail_pages = filled(*shape[:2], dtype=torch.int32)
         self.launches, self._buffers = _plan_launches(planes), buffers
-        kept = (buffers.row_slots, self.shadow_blocks, self.saved_slots, self.tail_pages, self.held_slots)
-        self._group_views = [GroupViews(*(tensor[launch.groups] for tensor in kept)) for launch in self.launches]
 
     @property
     def launches_per_window(self) -> int:
@@ -188,18 +170,15 @@ class ShadowPages(BoundToMemory):
         return bound
 
     def _open(self, number: int, window: Window, num_requests: int) -> dict[str, Any]:
-        views = self._group_views[number]
-        return self._arguments(number, window, num_requests) | {
-            "seq_lens": window.seq_lens,
-            "row_slots": views.row_slots,
-        }
+        row_slots = self._buffers.row_slots[self.launches[number].groups]
+        return self._arguments(number, window, num_requests) | {"seq_lens": window.seq_lens, "row_slots": row_slots}
 
     def _close(self, number: int, window: Window, num_requests: int) -> dict[str, Any]:
         return self._arguments(number, window, num_requests) | {"row_rejected": self._buffers.row_rejected}
 
     def _arguments(self, number: int, window: Window, num_requests: int) -> dict[str, Any]:
         """Return the common arguments of all ops of a window."""
-        launch, views = self.launches[number], self._group_views[number]
+        launch, groups = self.launches[number], self.launches[number].groups
         caches, table = launch.planes.arguments()
         slot_mappings, block_tables = self._redirects[number]
         return {
@@ -207,13 +186,13 @@ class ShadowPages(BoundToMemory):
             "planes_per_group": launch.planes_per_group,
             "query_start_loc": window.query_start_loc,
             "draft_start_loc": self._buffers.draft_start_loc[: num_requests + 1],
-            "shadow_blocks": views.shadow_blocks,
+            "shadow_blocks": self.shadow_blocks[groups],
             "slot_mappings": slot_mappings,
             "block_tables": block_tables,
-            "saved_slots": views.saved_slots,
-            "tail_pages": views.tail_pages,
+            "saved_slots": self.saved_slots[groups],
+            "tail_pages": self.tail_pages[groups],
             "idx_mapping": window.request_states,
-            "held_slots": None if window.request_states is None else views.held_slots,
+            "held_slots": None if window.request_states is None else self.held_slots[groups],
             "page_offsets": launch.page_offsets,
             "plane_table": table,
         }

@@ -90,7 +90,6 @@ class StagingBuffer(Stateful[_StagedLayer]):
             cache: planes of the layer, which must hold a key and a value.
 
         Raises:
-            RuntimeError: the buffer is allocated already.
             ValueError, TypeError: the name is taken, or the cache cannot be staged. The layer is not registered.
         """
         self._require(State.REGISTERING, "register_layer")
@@ -103,7 +102,6 @@ class StagingBuffer(Stateful[_StagedLayer]):
         """Allocate rows and records. A staging buffer makes no other allocation.
 
         Raises:
-            RuntimeError: no layer is registered, or the buffer is allocated already.
             ValueError, TypeError: :func:`nwor_ops.commit_staged` would refuse a layer. This is checked here, because at
                 the end of a window the layers before it would have their rows already.
         """
@@ -162,7 +160,6 @@ class StagingBuffer(Stateful[_StagedLayer]):
         All tensors are on the buffer's device.
 
         Raises:
-            RuntimeError: a window is open already.
             ValueError, TypeError: more rows or tokens than the buffer's limits, or an invalid dtype. Nothing has
                 changed.
         """
@@ -196,10 +193,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
             token_offset: index in the batch of the first of these tokens, for micro-batches.
 
         Raises:
-            RuntimeError: no window is open.
-            KeyError: the layer is not registered.
-            ValueError, TypeError: the tokens are not in the batch; nothing is staged.
-            ValueError, TypeError, IndexError: as :func:`nwor_ops.stage_kv`.
+            ValueError, TypeError, IndexError: as :func:`nwor_ops.stage_kv`; or the tokens are not in the batch.
         """
         layer, tokens = self._layer(name, "stage"), key.shape[0]
         validation.token_offset("stage", token_offset, tokens, self.max_num_tokens)
@@ -213,15 +207,8 @@ class StagingBuffer(Stateful[_StagedLayer]):
     def rows(self, name: str) -> tuple[Tensor, Tensor]:
         """Return the staged rows of a layer. Rows that this window has not staged hold data of an earlier window.
 
-        Args:
-            name: a registered layer.
-
         Returns:
             Keys ``[max_num_rows, H, Dk]`` and values ``[max_num_rows, H, Dv]``.
-
-        Raises:
-            KeyError: the layer is not registered.
-            RuntimeError: the buffer is not allocated.
         """
         layer = self._layer(name, "rows")
         if layer.staged is None:
@@ -240,10 +227,6 @@ class StagingBuffer(Stateful[_StagedLayer]):
             row_slots: int64, as at begin: replaces the destination slots; None = keep them.
 
         Arguments are checked first. If they are invalid, nothing has changed. After a later error, call :meth:`reject`.
-
-        Raises:
-            RuntimeError: no window is open, or an earlier call has failed for it.
-            ValueError, TypeError: an invalid shape, dtype or device.
         """
         self._require(State.OPEN, "commit")
         if self._failed:
@@ -273,9 +256,6 @@ class StagingBuffer(Stateful[_StagedLayer]):
 
         After a :meth:`commit` that failed between two layers, the rows that it wrote stay in their caches, since the
         overwritten rows are lost. All rows then count as rejected.
-
-        Raises:
-            RuntimeError: no window is open.
         """
         self._require(State.OPEN, "reject")
         if self._failed and torch.equal(self.counters[_WINDOWS], self.window_id):  # the window is counted already
@@ -382,9 +362,6 @@ class KVCacheInterceptor(BoundToMemory):
 
         Returns:
             Whether the window is staged.
-
-        Raises:
-            RuntimeError: a staged window is open.
         """
         if self.staging:
             raise RuntimeError("begin: a staged window is open; commit or cancel it first")
@@ -402,13 +379,7 @@ class KVCacheInterceptor(BoundToMemory):
     def write(self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Stage a layer's keys and values, or write them to the slots of ``slot_mapping``.
 
-        Args:
-            name: a layer registered in the buffer.
-            key, value, slot_mapping: as in :func:`nwor_ops.write_kv`.
-
-        Raises:
-            KeyError: the layer is not registered.
-            ValueError, TypeError, IndexError, RuntimeError: as the op that writes or stages.
+        The arguments are as in :func:`nwor_ops.write_kv`.
         """
         if self.staging:
             self.buffer.stage(name, key, value)

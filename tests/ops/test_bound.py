@@ -223,7 +223,7 @@ def test_a_step_with_invalid_arguments_writes_nothing(case):
     assert layouts.same_memory(arguments, before)
 
 
-def test_a_step_must_not_share_memory_with_an_output():
+def test_step_must_not_share_an_output():
     handle, arguments = bound_plan()
     for place, name in ((0, "query_start_loc"), (1, "cu_num_draft_tokens")):
         given = list(arguments[:2])
@@ -258,7 +258,7 @@ def test_a_commit_needs_the_handle_of_its_begin(op):
         bind(op, begun=begun(1).clone(), **given)
 
 
-def test_a_commit_of_a_window_that_has_no_states():
+def test_commit_of_a_window_without_states():
     given = named("close_window_from_rejected", sample_inputs("close_window_from_rejected")[0])
     before = begun_for(given | {"idx_mapping": None})
     with pytest.raises(ValueError, match=r"^close_window_from_rejected: idx_mapping must be given exactly if"):

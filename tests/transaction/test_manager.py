@@ -73,7 +73,7 @@ def test_calls_before_and_after_allocate():
         manager.allocate()
     with pytest.raises(RuntimeError, match=r"between windows, it is registering layers; call allocate\(\) first"):
         manager.begin(small_window())
-    with pytest.raises(RuntimeError, match="writer: the manager must be allocated first"):
+    with pytest.raises(KeyError, match="is not registered, or not allocated"):
         manager.writer("a")
     manager.register_layer("a", some_cache())
     with pytest.raises(ValueError, match="register_layer: name must be new, 'a' is registered already"):
@@ -196,7 +196,7 @@ def test_refused(window, sentence):
     manager.cancel()
 
 
-def test_a_commit_looks_only_at_the_drafts_that_the_window_names():
+def test_commit_looks_only_at_the_named_drafts():
     """Slots 1 and 3 have drafts, and both are rejected."""
     manager, cache = new_manager(), torch.zeros(2, 4, 2, 16)
     manager.register_layer("a", LayerCache.packed(cache))

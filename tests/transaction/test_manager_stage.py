@@ -123,7 +123,7 @@ def test_forgotten_rows_are_copied_again():
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_rows_that_a_shadow_page_holds_are_not_copied(forgotten):
+def test_held_rows_are_not_copied(forgotten):
     """Attention reads what the shadow page holds, here bytes that the test has put there."""
     engine = Engine(("packed", "latent"), with_states=True)
     for requests in ((Request(6), Request(7), Request(5), Request(3)), DRAFTING):
@@ -211,7 +211,7 @@ def test_options_of_the_mode():
 
 @pytest.mark.parametrize("field", ["slot_mappings", "block_tables"])
 @pytest.mark.parametrize("binds", [False, True])
-def test_groups_with_one_slot_mapping_or_table_are_refused(field, binds):
+def test_groups_with_shared_tensors_are_refused(field, binds):
     """The second group would redirect shadow slots of the first one, and accepted rows would be lost."""
     engine, untouched = (Engine(("packed", "latent", "split"), binds=binds) for _ in range(2))
     for one in (engine, untouched):
@@ -231,7 +231,7 @@ def test_groups_with_one_slot_mapping_or_table_are_refused(field, binds):
 
 
 @pytest.mark.parametrize("binds", [False, True])
-def test_slot_mappings_and_tables_of_groups_may_be_interleaved(binds):
+def test_tensors_of_groups_may_be_interleaved(binds):
     engine, other = (Engine(("packed", "latent"), binds=binds) for _ in range(2))
     columns = {group: table.shape[1] for group, table in engine.tables.items()}
     storage = torch.zeros(REQUESTS, sum(columns.values()), dtype=torch.int32)
@@ -281,7 +281,7 @@ def staged_manager(caches, shadow_blocks):
     return manager
 
 
-def test_groups_that_share_memory_must_not_share_shadow_pages():
+def test_groups_must_not_share_shadow_pages():
     """Some engines have one page pool for all groups. Unchecked, each group would overwrite the other's drafts."""
     _, construct, layout, shape, dtype = KINDS["packed"]
     one, other = construct(layout, shape, dtype, 0)
@@ -379,7 +379,7 @@ def test_groups_that_are_not_adjacent_have_separate_launches():
 
 
 @pytest.mark.parametrize("count", [1, 17])
-def test_a_group_that_another_launch_redirects_splits_its_neighbours(count):
+def test_redirected_group_splits_its_neighbours(count):
     """The second geometry has adjacent groups. One of them has been redirected by the launch of the first geometry."""
     widths = {"a": [16], **{f"b{n}": [8] for n in range(count)}, "c": [8, 16], "d": [8]}
     manager = DraftCommitManager(

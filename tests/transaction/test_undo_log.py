@@ -36,7 +36,7 @@ def a_draft(slots: dict[str, list[int]]) -> Window:
     return Window(starts, drafts, {group: torch.tensor(of_group) for group, of_group in slots.items()})
 
 
-def test_cancel_when_the_forward_stopped_before_a_smaller_cache():
+def test_cancel_before_a_smaller_cache_was_reached():
     """The layer that was not reached has fewer slots than the draft's. Nothing was logged there."""
     manager, rows = two_layers(("default", "default"), (4, 8))
     window = a_draft({"default": [8, 9]})
@@ -67,7 +67,7 @@ def test_cancel_after_a_write_refused_a_slot():
     ],
     ids=["expanded", "strided offsets", "offsets outside"],
 )
-def test_planes_that_no_commit_can_restore_are_refused_at_the_start(cache, message):
+def test_planes_without_a_restore_are_refused(cache, message):
     manager = DraftCommitManager(max_num_tokens=8, max_num_requests=2, max_draft_tokens=4, device="cpu")
     manager.register_layer("x", cache())
     with pytest.raises((ValueError, IndexError), match=f"^allocate: layers 'x' could not be restored: .*{message}"):
