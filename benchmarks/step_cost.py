@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from results import Row, asked_folder, ratios, row, save, this_machine
 
-from nwor_ops import DraftCommitManager, LayerCache, Window, num_shadow_blocks
+from nwor_ops import DraftCommitManager, LayerCache, Layout, Window, num_shadow_blocks
 
 LAYERS, REQUESTS, DRAFTS = 32, 16, 4
 BLOCK_SIZE, PAGES = 16, 4
@@ -45,12 +45,12 @@ class EngineStep:
         pages, offsets = positions // BLOCK_SIZE, positions % BLOCK_SIZE
         slots = (tables.gather(1, pages) * BLOCK_SIZE + offsets).flatten().long()
         starts = torch.arange(0, tokens + 1, DRAFTS + 1, dtype=torch.int32)
+        slot_mappings = {f"{group}": slots.to(device, copy=True) for group in range(groups)}
+        block_tables = {f"{group}": tables.to(device, copy=True) for group in range(groups)}
+        self.manager.bind(Layout(slot_mappings, block_tables, 1, leading_zero=True, request_states=True))
         self.window = Window(
-            starts.to(device), starts.to(device, copy=True),
-            {f"{group}": slots.to(device, copy=True) for group in range(groups)}, requests * DRAFTS,
-            num_bonus_tokens=1, leading_zero=True, seq_lens=seq_lens.to(device),
-            block_tables={f"{group}": tables.to(device, copy=True) for group in range(groups)},
-            request_states=torch.arange(requests, dtype=torch.int32, device=device),
+            starts.to(device), starts.to(device, copy=True), num_draft_tokens=requests * DRAFTS,
+            seq_lens=seq_lens.to(device), request_states=torch.arange(requests, dtype=torch.int32, device=device),
         )  # fmt: skip
         self.num_rejected = torch.full((requests,), DRAFTS // 2, dtype=torch.int32, device=device)
         self.zeroed = torch.ones(2 * requests, dtype=torch.int32, device=device)[::2]
