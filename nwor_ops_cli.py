@@ -105,11 +105,7 @@ def demo(
     model: Annotated[
         str | None, typer.Option(help="Your model (folder or name) for vLLM. Default: a random Llama.")
     ] = None,
-    method: Annotated[str, typer.Option(help="Speculation method of vLLM: ngram, draft_model, eagle, ...")] = "ngram",
-    draft_model: Annotated[str | None, typer.Option(help="The draft model, for methods that need one.")] = None,
     num_speculative_tokens: Annotated[int, typer.Option(min=1, max=31, help="Drafts per request and step.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=8, max=384, help="Most output tokens of a request.")] = 64,
-    compile: Annotated[bool, typer.Option(help="Let vLLM compile the model and use CUDA graphs.")] = False,
     output: Annotated[pathlib.Path, typer.Option(help="Folder for the picture, results and logs.")] = pathlib.Path(
         "demo-output"
     ),
@@ -123,14 +119,10 @@ def demo(
     Exits with 1 if a check or an engine fails, and with 2 if an option is invalid.
     """
     require("vllm", "matplotlib")
-    from nwor_ops.cli.demo import DemoOptions, check_options, run_demo
+    from nwor_ops.cli.demo import DemoOptions, run_demo
 
     with _reporting("demo", json) as report:
-        options = DemoOptions(
-            output, mode, model, method, draft_model, num_speculative_tokens, max_tokens, compile
-        )  # fmt: skip
-        check_options(options)
-        raise typer.Exit(run_demo(options, report))
+        raise typer.Exit(run_demo(DemoOptions(output, mode, model, num_speculative_tokens), report))
 
 
 @app.command()

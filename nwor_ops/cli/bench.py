@@ -96,20 +96,14 @@ class BenchOptions:
     @property
     def switch(self) -> dict[str, str]:
         """The variable that switches the feature on."""
-        return {
-            TRANSACTION: {"VLLM_NWOR_MODE": self.mode},
-            DRAFT: {"VLLM_NWOR_DRAFT_GRAPHS": "1"},
-            RECURRENT: {"VLLM_NWOR_RECURRENT": self.form},
-        }[self.feature]
+        variable = {TRANSACTION: "VLLM_NWOR_MODE", DRAFT: "VLLM_NWOR_DRAFT_GRAPHS", RECURRENT: "VLLM_NWOR_RECURRENT"}
+        return {variable[self.feature]: {TRANSACTION: self.mode, DRAFT: "1", RECURRENT: self.form}[self.feature]}
 
     @property
     def label(self) -> tuple[str, str]:
         """The feature's label of ``nwor_info``, and its value if the feature is active."""
-        return {
-            TRANSACTION: ("transaction", self.mode),
-            DRAFT: ("draft_graphs", "on"),
-            RECURRENT: ("recurrent", self.form),
-        }[self.feature]
+        name = {TRANSACTION: "transaction", DRAFT: "draft_graphs", RECURRENT: "recurrent"}[self.feature]
+        return name, {TRANSACTION: self.mode, DRAFT: "on", RECURRENT: self.form}[self.feature]
 
     def settings(self, side: str) -> dict[str, str]:
         """Return the variables that this command sets for a side."""
@@ -160,7 +154,7 @@ def run_bench(options: BenchOptions, report: Report) -> int:
     make_folder(options.output)
     check_model("MODEL", options.arguments[0])
     try:
-        with _ended_by(signal.SIGTERM):
+        with handling(signal.default_int_handler, signal.SIGTERM):
             result, loads = _measure(options, report)
     except ServerFailed as error:
         raise Stopped(str(error), Outcome.FAILED) from None
@@ -180,13 +174,14 @@ def run_bench(options: BenchOptions, report: Report) -> int:
 
 
 @contextlib.contextmanager
-def _ended_by(number: signal.Signals) -> Iterator[None]:
-    """Treat a signal as Ctrl-C, so that it also stops the servers."""
-    before = signal.signal(number, signal.default_int_handler)
+def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals differently: as Ctrl-C, which also stops the servers, or not at all while they stop."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(number, before)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 # ---------------------------------------------------------------- before the start
@@ -260,7 +255,7 @@ class Servers:
                 self._wait(side, started[side])
             yield started
         finally:
-            with _uninterrupted():
+            with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
                 for server in started.values():
                     server.terminate()
                 for server in started.values():
@@ -294,17 +289,6 @@ def active_features(server: Server) -> dict[str, str]:
     metrics = server.get("/metrics")
     samples = [s for family in text_string_to_metric_families(metrics) for s in family.samples if s.name == "nwor_info"]
     return dict(samples[0].labels) if samples else {}
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C, so that a second one leaves no server running."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------- measurements

@@ -27,7 +27,7 @@ from nwor_ops.testing.workload import MAX_RUNNING, text_requests, tiny_llama_req
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
 
 SIDES = ("vanilla", "nwor")
-MODEL_TOKENS = 512
+MODEL_TOKENS, OUTPUT_TOKENS = 512, 64  # of a request, at most
 BLOCK_SIZE = 32
 BLOCKS = 64
 # Smaller than a prompt may be, so that prompts come in chunks together with other requests' drafts.
@@ -45,11 +45,7 @@ class DemoOptions:
     output: pathlib.Path
     mode: str = "cow"
     model: str | None = None
-    method: str = "ngram"
-    draft_model: str | None = None
     num_speculative_tokens: int = 4
-    max_tokens: int = 64
-    compile: bool = False
 
     @property
     def modes(self) -> dict[str, str]:
@@ -60,16 +56,11 @@ class DemoOptions:
         return {"vanilla": "vanilla vLLM", "nwor": f"NWOR ({self.mode})"}
 
 
-def check_options(options: DemoOptions) -> None:
-    """Check the options that can be checked without an engine. Raises Stopped."""
-    for option, model in (("--model", options.model), ("--draft-model", options.draft_model)):
-        if model is not None:
-            check_model(option, model)
-    make_folder(options.output)
-
-
 def run_demo(options: DemoOptions, report: Report) -> int:
-    """Run the demo, print and write the results, and return the exit code."""
+    """Run the demo, print and write the results, and return the exit code. Raises Stopped."""
+    if options.model is not None:
+        check_model("--model", options.model)
+    make_folder(options.output)
     started = time.monotonic()
     try:
         library = run_library(options, report)
@@ -94,60 +85,45 @@ def run_demo(options: DemoOptions, report: Report) -> int:
 # ---------------------------------------------------------------- engines
 
 
-def make_job(options: DemoOptions, model: str) -> dict[str, Any]:
-    """Return the job of :class:`nwor_ops.cli.demo_engine.DemoEngine`: the demo's requests, for a model."""
-    speculation: dict[str, Any] = {
-        "method": options.method,
-        "num_speculative_tokens": options.num_speculative_tokens,
-    }
-    if options.method == "ngram":
-        speculation |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    if options.draft_model is not None:
-        speculation["model"] = options.draft_model
+def make_job(options: DemoOptions, model: str, mode: str = "off") -> dict[str, Any]:
+    """Return the job of :class:`nwor_ops.cli.demo_engine.DemoEngine`: the demo's requests, for a model.
+
+    Mode stage gets extra blocks for its shadow pages, so that the schedulers of both sides see caches of one size.
+    """
+    drafts = options.num_speculative_tokens
+    shadow = num_shadow_blocks(MAX_RUNNING, drafts, BLOCK_SIZE) if mode == "stage" else 0
+    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     engine: dict[str, Any] = {
         "model": model,
         "skip_tokenizer_init": options.model is None,
         "seed": 0,
         "max_model_len": MODEL_TOKENS,
         "max_num_seqs": MAX_RUNNING,
-        "max_num_batched_tokens": max(BATCH_TOKENS, MAX_RUNNING * (options.num_speculative_tokens + 1)),
+        "max_num_batched_tokens": max(BATCH_TOKENS, MAX_RUNNING * (drafts + 1)),
         "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": BLOCKS,
-        "enforce_eager": not options.compile,
+        "num_gpu_blocks_override": BLOCKS + shadow,
+        "enforce_eager": True,
         "disable_log_stats": False,
-        "speculative_config": speculation,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": drafts} | lookup,
     }
     if torch.cuda.is_available():
         engine["gpu_memory_utilization"] = 0.4  # two engines at a time
-    requests = (tiny_llama_requests if options.model is None else text_requests)(options.max_tokens)
+    requests = (tiny_llama_requests if options.model is None else text_requests)(OUTPUT_TOKENS)
     return {"engine": engine, "requests": [asdict(request) for request in requests]}
-
-
-def job_of_side(options: DemoOptions, job: dict[str, Any], side: str) -> dict[str, Any]:
-    """Give mode stage extra blocks for its shadow pages, so that the schedulers of both sides see caches of
-    one size."""
-    if options.modes[side] != "stage":
-        return job
-    shadow = num_shadow_blocks(MAX_RUNNING, options.num_speculative_tokens, BLOCK_SIZE)
-    engine = job["engine"]
-    return job | {"engine": engine | {"num_gpu_blocks_override": engine["num_gpu_blocks_override"] + shadow}}
 
 
 def run_engines(options: DemoOptions, report: Report) -> dict[str, dict[str, Any]]:
     """Run the requests in one audited engine per side. Return versions, tokens and counts by side."""
-    model = options.model
-    if model is None:
-        model = str(write_tiny_llama(options.output / "model"))
-    job = make_job(options, model)
+    model = options.model or str(write_tiny_llama(options.output / "model"))
     engines: dict[str, EngineProcess] = {}
     try:
         with report.task("starting two engines, vanilla vLLM and NWOR, both audited"):
             for side, mode in options.modes.items():
                 environment = engine_environment(mode, audit=True, offline=options.model is None)
-                engines[side] = EngineProcess(side, job_of_side(options, job, side), options.output, environment)
+                job = make_job(options, model, mode)
+                engines[side] = EngineProcess(side, job, options.output, environment)
             versions = {side: engine.wait_until_ready() for side, engine in engines.items()}
-        title = f"running {len(job['requests'])} requests in both, every byte compared"
-        with report.task(title), ThreadPoolExecutor(len(engines)) as pool:
+        with report.task("running the requests in both, every byte compared"), ThreadPoolExecutor(len(engines)) as pool:
             runs = pool.map(lambda engine: engine.ask("run") | engine.ask("report"), engines.values())
             return {side: run | {"versions": versions[side]} for side, run in zip(engines, runs, strict=True)}
     finally:
@@ -187,13 +163,10 @@ def summarize(
         "command": shlex.join(["nwor-ops", *sys.argv[1:]]),
         "versions": engines["nwor"]["versions"],
         "model": options.model or "random Llama",
-        "method": options.method,
-        "draft_model": options.draft_model,
         "num_speculative_tokens": options.num_speculative_tokens,
-        "enforce_eager": not options.compile,
         "requests": len(tokens),
         "output_tokens": sum(map(len, tokens)),
-        "acceptance": vllm["accepted"] / vllm["draft"] if vllm["draft"] else 0.0,
+        "acceptance": vllm["accepted"] / max(1, vllm["drafted"]),
         "outputs_identical": engines["nwor"]["tokens"] == tokens,
     } | library
     for side in SIDES:
@@ -227,24 +200,20 @@ def problems(options: DemoOptions, result: dict[str, Any]) -> Iterator[str]:
 
 
 def _transaction_problems(options: DemoOptions, result: dict[str, Any]) -> Iterator[str]:
-    audit = result["nwor"]["audit"]
-    if audit["stale_rows"] or audit["stale_rows_at_end"]:
-        yield f"NWOR left {max(audit['stale_rows'], audit['stale_rows_at_end'])} stale rows in the cache"
-    if options.mode == "stage":
-        if audit["exposed_rows"]:
-            yield f"NWOR wrote {audit['exposed_rows']} rows of rejected drafts to pages of a request"
-        if audit["moments"] != 2 * audit["steps"]:
-            moments, steps = audit["moments"], audit["steps"]
-            yield f"the audit compared {moments} times during steps, not twice in each of {steps} steps"
-    for side in SIDES:
-        audit, vllm = result[side]["audit"], result[side]["vllm"]
-        if (audit["drafted"], audit["accepted"]) != (vllm["draft"], vllm["accepted"]):
-            counted = f"{vllm['draft']} drafted and {vllm['accepted']} accepted tokens, the audit"
-            yield f"{options.titles[side]}: vLLM counted {counted} {audit['drafted']} and {audit['accepted']}"
-    for name in ("drafted", "accepted", "rejected"):
-        device, compared = result["nwor"]["stats"][name], result["nwor"]["audit"][name]
-        if device != compared:
-            yield f"NWOR counted {device} {name} tokens on the device, the audit {compared}"
+    audit, stats = (result["nwor"][name] for name in ("audit", "stats"))
+    if stale := max(audit["stale_rows"], audit["stale_rows_at_end"]):
+        yield f"NWOR left {stale} stale rows in the cache"
+    if options.mode == "stage" and audit["exposed_rows"]:
+        yield f"NWOR wrote {audit['exposed_rows']} rows of rejected drafts to pages of a request"
+    if options.mode == "stage" and audit["moments"] != 2 * audit["steps"]:
+        moments, steps = audit["moments"], audit["steps"]
+        yield f"the audit compared {moments} times during steps, not twice in each of {steps} steps"
+    counters = [(side, result[side]["audit"], result[side]["vllm"], "vLLM") for side in SIDES]
+    for side, audited, counts, counter in [*counters, ("nwor", audit, stats, "the device")]:
+        for name in ("drafted", "accepted", "rejected"):
+            if counts.get(name, audited[name]) != audited[name]:
+                counted = f"{counter} counted {counts[name]} {name} tokens, the audit {audited[name]}"
+                yield f"{options.titles[side]}: {counted}"
 
 
 def _workload_remarks(result: dict[str, Any]) -> Iterator[str]:

@@ -80,8 +80,9 @@ class DemoEngine:
         import nwor_ops.vllm
 
         counted = {metric.name: getattr(metric, "value", 0) for metric in self.llm.get_metrics()}
+        drafted, accepted = (f"vllm:spec_decode_num_{name}_tokens" for name in ("draft", "accepted"))
         return {
-            "vllm": {name: counted.get(f"vllm:spec_decode_num_{name}_tokens", 0) for name in ("draft", "accepted")},
+            "vllm": {"drafted": counted.get(drafted, 0), "accepted": counted.get(accepted, 0)},
             "sessions": [_session_report(session) for session in nwor_ops.vllm.sessions()],
         }
 

@@ -23,8 +23,8 @@ from nwor_ops.testing.server import Server, ServerFailed, error_of
 pytest.importorskip("rich")
 
 from nwor_ops.cli import bench
-from nwor_ops.cli.bench import BenchOptions, parse_requests, parse_variables
-from nwor_ops.cli.bench_client import OUTPUT_TOKENS, Run, Traffic
+from nwor_ops.cli.bench import BenchOptions
+from nwor_ops.cli.bench_client import Run
 from nwor_ops.cli.bench_report import (
     OURS,
     SIDES,
@@ -151,11 +151,6 @@ def test_picture_shows_a_ratio_only_where_there_is_one(tmp_path: pathlib.Path) -
 # ---------------------------------------------------------------- the two sides
 
 
-def test_lists_are_parsed() -> None:
-    assert parse_requests("1, 16,64") == (1, 16, 64)
-    assert parse_variables(["A=b=c", "B="]) == {"A": "b=c", "B": ""}
-
-
 def test_sides_differ_in_the_feature_only(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nwor_ops.config import NworConfig
 
@@ -180,12 +175,6 @@ def test_sides_differ_in_the_feature_only(tmp_path: pathlib.Path, monkeypatch: p
         assert (options.arguments_of(VANILLA), options.arguments_of(OURS)) == (["MODEL", "--more"], ["MODEL"])
         control = BenchOptions(feature, ("MODEL",), tmp_path, control=True).environment(OURS)
         assert NworConfig.load(additional, control) == NworConfig()
-
-
-def test_result_names_its_traffic() -> None:
-    assert Traffic().as_dict()["output_len"] == OUTPUT_TOKENS
-    assert Traffic("some.jsonl").as_dict()["input_len"] is None
-    assert "--custom-output-len -1" in " ".join(Traffic("some.jsonl").arguments())
 
 
 # ---------------------------------------------------------------- servers
@@ -278,12 +267,12 @@ def test_second_interrupt_leaves_no_server() -> None:
     """Ctrl-C while the servers are being stopped is ignored."""
     program = """
 import os, pathlib, signal, sys
-from nwor_ops.cli.bench import _uninterrupted
+from nwor_ops.cli.bench import handling
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore this signal
 try:
     os.kill(os.getpid(), signal.SIGINT)
 except KeyboardInterrupt:
-    with _uninterrupted():
+    with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         print("stopped all", flush=True)

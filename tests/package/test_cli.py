@@ -201,12 +201,11 @@ def test_path_outside_encoding_is_printed(tmp_path):
         (("diagnose",), "No such command 'diagnose'"),
         (("doctor", "--yaml"), "No such option: --yaml"),
         (("demo", "--mode", "log"), "'log' is not one of 'cow', 'stage'"),
-        (("demo", "--max-tokens", "few"), "--max-tokens"),
+        (("demo", "--num-speculative-tokens", "few"), "--num-speculative-tokens"),
         (("demo", "--output", "/proc/no-such-folder"), "--output: no file can be created in /proc/no-such-folder"),
         (("demo", "--output", "/proc"), "--output: no file can be created in /proc: No such file or directory"),
         (("demo", "--output", "DANGLING"), "--output: no file can be created in DANGLING: File exists"),
         (("demo", "--model", "/nonexistent"), "nwor-ops demo: --model: there is no folder /nonexistent"),
-        (("demo", "--draft-model", "./none"), "nwor-ops demo: --draft-model: there is no folder ./none"),
         (("check",), "Missing argument"),
         (("check", "--", "./none"), "nwor-ops check: MODEL: there is no folder ./none"),
         (("check", "MODEL", "--max-model-len", "8"), "No such option: --max-model-len"),
@@ -285,7 +284,7 @@ def test_help_names_every_command():
 def test_documents_have_current_options():
     text = command_options.DOCUMENT.read_text()
     assert command_options.filled(text) == text, "run python tools/command_options.py"
-    assert "`--max-tokens` | `64`" in text
+    assert "`--num-speculative-tokens` | `4`" in text
 
 
 # ---------------------------------------------------------------- output
