@@ -18,11 +18,12 @@ from nwor_ops.cli.report import BAD, GOOD, Report, versions
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.gpu import find_gpu
 from nwor_ops.library import STABLE_ABI_TARGET
+from nwor_ops.ops.registry import OPS as REGISTERED
 from nwor_ops.testing.random_windows import run_window
 from nwor_ops.testing.samples import FAMILIES
 
 PLUGIN = "nwor_ops"  # the name of the entry point
-ROUNDS = 4  # of random windows: they call every op
+ROUNDS, MOST_ROUNDS = 4, 40  # of random windows: until each op of the family was called
 MOST_PROBLEMS = 5  # that are printed without --verbose
 VERSIONS, LIBRARIES, CUDA, OPS, VLLM = "versions", "libraries", "CUDA", "families of ops", "vLLM plugin"
 
@@ -124,10 +125,13 @@ def _ops() -> Iterator[Finding]:
     cuda = torch.cuda.device_count() if "cuda" in loaded and torch.cuda.is_available() else 0
     for device in [*(["cpu"] if "cpu" in loaded else []), *(f"cuda:{index}" for index in range(cuda))]:
         for family in FAMILIES:
+            ops = {name for name, op in REGISTERED.items() if op.family == family}
             calls: Counter[str] = Counter()
             try:
-                for seed in range(ROUNDS):
+                for seed in range(MOST_ROUNDS):
                     calls += run_window(family, seed, device)
+                    if seed + 1 >= ROUNDS and ops <= calls.keys():
+                        break
             except Exception as error:
                 yield Finding(OPS, f"{family}, {device}", False, f"{type(error).__name__}: {error}")
             else:
