@@ -132,7 +132,6 @@ class HybridEngine:
         device: str = "cpu",
         compile: bool = False,
         seed: int = 0,
-        scheme: type[RecurrentStates] = RecurrentStates,
         form: str = "exact",
     ) -> None:
         self.num_drafts, self.max_requests, self.device = num_drafts, max_requests, device
@@ -151,7 +150,7 @@ class HybridEngine:
         )
         # ... and of the linear layers: a state and a record for each request. Slot 0 belongs to no request.
         chunk = CHUNK if form == "chunk" else 0
-        self.states = scheme(max_num_requests=max_requests, device=device)
+        self.states = RecurrentStates(max_num_requests=max_requests, device=device)
         paged = replace(config, num_layers=sum(map(config.is_attention, range(config.num_layers))))
         kv_caches = iter(make_caches(paged, num_blocks, BLOCK_SIZE, device))
         self.caches: dict[str, Tensor | RecurrentCache] = {}

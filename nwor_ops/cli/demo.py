@@ -34,7 +34,6 @@ BLOCKS = 64
 BATCH_TOKENS = 64
 # The workload must have both accepted and rejected drafts.
 ACCEPTANCE = (0.2, 0.8)
-SCHEMES = ("every_state", "one_state")
 LOOP_MODES = ("eager", "step", "loop")
 
 
@@ -136,7 +135,7 @@ def run_library(options: DemoOptions, report: Report) -> dict[str, dict[str, Any
     environment = engine_environment("off", audit=False, offline=True)
     process = EngineProcess("library", job, options.output, environment, ("-m", "nwor_ops.cli.demo_library"))
     try:
-        with report.task("decoding with K + 1 recurrent states per request, and with one"):
+        with report.task("decoding with one recurrent state per request"):
             process.wait_until_ready()
             recurrent = process.ask("recurrent")
         with report.task("drafting eagerly, and as captured"):
@@ -226,20 +225,14 @@ def _workload_remarks(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _recurrent_problems(recurrent: dict[str, Any]) -> Iterator[str]:
-    every, one = (recurrent[scheme] for scheme in SCHEMES)
-    for scheme in (every, one):
-        states = scheme["states_per_request"]
-        if not scheme["same_as_plain"]:
-            yield f"recurrent states: decoding with {states} per request gave other tokens than plain decoding"
-        if not scheme["accepted"] or not scheme["rejected"]:
-            yield f"recurrent states: the workload with {states} per request needs accepted and rejected drafts"
-    if one["states_per_request"] != 1:
-        yield f"recurrent states: a request has {one['states_per_request']}, not one"
-    if one["bytes_per_request"] >= every["bytes_per_request"]:
-        yield (
-            f"recurrent states: one state and its record took {one['bytes_per_request']:,} bytes, not less than the "
-            f"{every['bytes_per_request']:,} of {every['states_per_request']} states"
-        )
+    if not recurrent["same_as_plain"]:
+        yield "recurrent states: decoding with drafts gave other tokens than plain decoding"
+    if not recurrent["accepted"] or not recurrent["rejected"]:
+        yield "recurrent states: the workload needs accepted and rejected drafts"
+    every, one = recurrent["bytes"]["every_state"], recurrent["bytes"]["state"] + recurrent["bytes"]["record"]
+    if one >= every:
+        taken = f"{one:,} bytes, not less than the {every:,} of K + 1 states"
+        yield f"recurrent states: one state and its record took {taken}"
 
 
 def _draft_loop_problems(options: DemoOptions, loop: dict[str, Any]) -> Iterator[str]:
@@ -260,12 +253,13 @@ def _draft_loop_problems(options: DemoOptions, loop: dict[str, Any]) -> Iterator
 
 def print_result(report: Report, options: DemoOptions, result: dict[str, Any]) -> None:
     """Print a table for each feature, the conclusion, and a sentence for each problem."""
-    every, one = (result["recurrent"][scheme] for scheme in SCHEMES)
+    recurrent, states = result["recurrent"], result["num_speculative_tokens"] + 1
+    size = recurrent["bytes"]
     report.table([
-        ("Hybrid models: a small Llama in torch", f"{every['states_per_request']} states", "NWOR (one state)"),
-        ("bytes per request, with the record", *(f"{scheme['bytes_per_request']:,}" for scheme in (every, one))),
-        _counts("drafts accepted, rejected", (every, one), "accepted", "rejected"),
-        ("the tokens of plain decoding", *(_yes(scheme["same_as_plain"]) for scheme in (every, one))),
+        ("Hybrid models: a small Llama in torch", f"{states} states", "NWOR (one state)"),
+        ("bytes per request, with the record", f"{size['every_state']:,}", f"{size['state'] + size['record']:,}"),
+        ("drafts accepted, rejected", "", f"{recurrent['accepted']:,}, {recurrent['rejected']:,}"),
+        ("the tokens of plain decoding", "", _yes(recurrent["same_as_plain"])),
     ])  # fmt: skip
     loop = result["draft_loop"]
     eager, captured = loop["eager"], loop["loop"]

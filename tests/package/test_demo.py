@@ -30,13 +30,14 @@ def side(stale_rows: int) -> dict:
 
 def measured() -> dict:
     """Return what the engines and the parts without vLLM answer if every claim holds."""
-    scheme = {"accepted": 40, "rejected": 60, "same_as_plain": True}
     return {
         "engines": {"vanilla": side(60), "nwor": side(0)},
         "library": {
             "recurrent": {
-                "every_state": scheme | {"states_per_request": 5, "bytes_per_request": 5000},
-                "one_state": scheme | {"states_per_request": 1, "bytes_per_request": 1100},
+                "bytes": {"every_state": 5000, "state": 1000, "record": 100},
+                "accepted": 40,
+                "rejected": 60,
+                "same_as_plain": True,
             },
             "draft_loop": {
                 "eager": {"kernels": 670, "graphs": 0, "same_as_eager": True},
@@ -72,12 +73,9 @@ def result(options: DemoOptions, changes: dict) -> dict:
         ({"nwor__audit": None}, "was not audited"),
         ({"vanilla__vllm__drafted": 101}, "vanilla vLLM: vLLM counted 101 drafted tokens, the audit 100"),
         ({"nwor__stats__accepted": 39}, "NWOR (cow): the device counted 39 accepted tokens, the audit 40"),
-        ({"recurrent__one_state__same_as_plain": False}, "with 1 per request gave other tokens than plain decoding"),
-        ({"recurrent__every_state__same_as_plain": False}, "with 5 per request gave other tokens than plain decoding"),
-        ({"recurrent__one_state__accepted": 0}, "with 1 per request needs accepted and rejected drafts"),
-        ({"recurrent__every_state__rejected": 0}, "with 5 per request needs accepted and rejected drafts"),
-        ({"recurrent__one_state__states_per_request": 2}, "a request has 2, not one"),
-        ({"recurrent__one_state__bytes_per_request": 5000}, "took 5,000 bytes, not less than the 5,000 of 5 states"),
+        ({"recurrent__same_as_plain": False}, "decoding with drafts gave other tokens than plain decoding"),
+        ({"recurrent__accepted": 0}, "recurrent states: the workload needs accepted and rejected drafts"),
+        ({"recurrent__bytes__record": 4000}, "took 5,000 bytes, not less than the 5,000 of K + 1 states"),
         ({"draft_loop__step__same_as_eager": False}, "mode step made other drafts than eager code"),
         ({"draft_loop__loop__graphs": 4}, "a captured step replayed 4 graphs, not 2"),
         ({"draft_loop__loop__kernels": 86}, "must fall from eager to step to loop, got eager 670, step 88, loop 88"),
@@ -126,7 +124,7 @@ def test_one_draft_needs_one_graph(tmp_path):
 def test_demo_prints_and_writes_its_result(holds, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     answers = measured()
-    answers["library"]["recurrent"]["one_state"]["same_as_plain"] = holds
+    answers["library"]["recurrent"]["same_as_plain"] = holds
     monkeypatch.setattr(demo, "run_engines", lambda *_: answers["engines"])
     monkeypatch.setattr(demo, "run_library", lambda *_: answers["library"])
     assert demo.run_demo(DemoOptions(tmp_path), Report("demo")) == (0 if holds else 1)
@@ -149,11 +147,8 @@ def test_library_parts_hold_the_claims(num_drafts, tmp_path):
     options = DemoOptions(tmp_path, num_speculative_tokens=num_drafts)
     library = run_library(options, Report("demo"))
     assert list(problems(options, result(options, {}) | library)) == []
-    every, one = library["recurrent"]["every_state"], library["recurrent"]["one_state"]
-    assert every["states_per_request"] == num_drafts + 1
-    state = one["bytes_per_request"] - library["recurrent"]["record_bytes"]
-    assert every["bytes_per_request"] == (num_drafts + 1) * state
-    assert (every["accepted"], every["rejected"]) == (one["accepted"], one["rejected"])
+    size = library["recurrent"]["bytes"]
+    assert size["every_state"] == (num_drafts + 1) * size["state"]
     assert library["draft_loop"]["step"]["graphs"] == num_drafts
 
 

@@ -23,8 +23,6 @@ from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 from tree_in_pages import PagesVerifier
 
-from nwor_ops.testing.every_state import EveryState
-
 EXAMPLES = ROOT / "examples"
 
 CONFIG = LlamaConfig(num_layers=3)
@@ -458,18 +456,6 @@ def test_chunk_form_decodes_the_same():
     assert texts[0] == texts[1] == exact.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=False)
     stats = chunk.manager.stats()
     assert min(stats.accepted, stats.rejected) > 20
-
-
-def test_a_state_for_every_token_decodes_the_same(plain_hybrid):
-    """The scheme that the demo compares with."""
-    every, one = hybrid_engine(scheme=EveryState), hybrid_engine()
-    for states in every.states.layers.values():  # of earlier requests
-        states.normal_()
-    assert every.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=True) == plain_hybrid
-    assert every.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=True) == plain_hybrid  # in slots that were used
-    assert every.states.states_per_request == NUM_DRAFTS + 1
-    assert every.states.bytes_per_request == one.states.memory().every_state
-    assert min(every.manager.stats().accepted, every.manager.stats().rejected) > 20
 
 
 def test_failed_hybrid_forward_is_undone(plain_hybrid):
