@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from cow_transaction import alternating_on_gpu, captured
 from results import Row, asked_folder, row, save, this_machine
 from torch import Tensor
+from transaction_kernels import alternating_on_gpu, captured
 
 from nwor_ops import DraftVocabulary, ops
 
@@ -73,9 +73,7 @@ def update_rows(head: Tensor) -> list[Row]:
     text, vocabulary, rows = Text(), DraftVocabulary(head, ROWS), []
     for _ in range(300):  # a set as it is after some traffic
         vocabulary.update(text.tokens(1024))
-    state = (
-        vocabulary.token_ids, vocabulary.row_of_token, vocabulary._used, vocabulary._hand, vocabulary.counters,
-    )  # fmt: skip
+    state = [tensor for name, tensor in vocabulary.tensors().items() if name != "weight"]
     saved = [tensor.clone() for tensor in state]
 
     def restore() -> None:

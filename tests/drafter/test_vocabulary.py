@@ -65,12 +65,11 @@ def test_reload_and_reset():
     assert torch.equal(vocabulary.weight, 2 * head_of(12)[tokens])
     vocabulary.reload(head_of(12))
     assert torch.equal(vocabulary.weight, head_of(12)[tokens])
-    for tensor in (vocabulary.weight, vocabulary.token_ids, vocabulary.row_of_token, vocabulary.counters):
+    for tensor in vocabulary.tensors().values():
         tensor.fill_(99)
     vocabulary.reset()
-    fresh = DraftVocabulary(head_of(12), rows=6)
-    for name in ("weight", "token_ids", "row_of_token", "counters"):
-        assert torch.equal(getattr(vocabulary, name), getattr(fresh, name))
+    fresh = DraftVocabulary(head_of(12), rows=6).tensors()
+    assert all(torch.equal(tensor, fresh[name]) for name, tensor in vocabulary.tensors().items())
     assert vocabulary.weight.data_ptr() == address
 
 
@@ -130,9 +129,11 @@ class Machine(Counted):
         self.head = torch.arange(rows + spare, dtype=torch.float32)[:, None] + 0.5
         self.vocabulary = DraftVocabulary(self.head, rows, first_token=first)
         ours = self.vocabulary
-        self.model = [
-            t.clone() for t in (ours.token_ids, ours.row_of_token, ours.weight, ours._used, ours._hand, ours.counters)
-        ]
+        self.model = {name: tensor.clone() for name, tensor in ours.tensors().items()}
+
+    def model_update(self, tokens: torch.Tensor, listed: torch.Tensor | None) -> None:
+        first = self.vocabulary.first_token
+        oracle.update_draft_vocabulary(tokens, self.head, prompt_tokens=listed, first_token=first, **self.model)
 
     @rule(data=st.data(), prompt=st.none() | st.integers(0, 99))
     def update(self, data: st.DataObject, prompt: int | None) -> None:
@@ -141,22 +142,21 @@ class Machine(Counted):
         dice = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
         listed = None if prompt is None else torch.randint(-1, len(self.head) + 9, (prompt,), generator=dice)
         self.vocabulary.update(tokens, listed)
-        oracle.update_draft_vocabulary(tokens, self.head, *self.model, listed, self.vocabulary.first_token)
+        self.model_update(tokens, listed)
 
     @rule(token=st.integers(0, 99), length=st.integers(1, 9))
     def repeat(self, token: int, length: int) -> None:
         """A run of neighbours, as a loop in a text."""
         tokens = self.vocabulary.first_token + torch.arange(token, token + length)
         self.vocabulary.update(tokens)
-        oracle.update_draft_vocabulary(tokens, self.head, *self.model, first_token=self.vocabulary.first_token)
+        self.model_update(tokens, None)
 
     @invariant()
     def agrees(self) -> None:
         if not hasattr(self, "vocabulary"):
             return
         ours = self.vocabulary
-        state = (ours.token_ids, ours.row_of_token, ours.weight, ours._used, ours._hand, ours.counters)
-        assert all(map(torch.equal, state, self.model))
+        assert all(torch.equal(tensor, self.model[name]) for name, tensor in ours.tensors().items())
         places = ours.token_ids - ours.first_token
         assert ours.row_of_token[places].tolist() == list(range(len(places)))
         assert int((ours.row_of_token >= 0).sum()) == len(places)

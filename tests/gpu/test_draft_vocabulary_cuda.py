@@ -14,7 +14,6 @@ from nwor_ops import DraftVocabulary, ops
 from nwor_ops.testing.layouts import random_bytes, same_memory, surrounded, twin
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-STATE = ("token_ids", "row_of_token", "weight", "_used", "_hand", "counters")
 
 
 def pair(vocab, rows, device, width=2, first=0):
@@ -24,9 +23,8 @@ def pair(vocab, rows, device, width=2, first=0):
 
 
 def assert_equal(cpu, gpu):
-    for name in STATE:
-        one, other = (getattr(vocabulary, name).cpu().view(torch.uint8) for vocabulary in (cpu, gpu))
-        assert torch.equal(one, other), name
+    for name, tensor in cpu.tensors().items():
+        assert torch.equal(tensor.view(torch.uint8), gpu.tensors()[name].cpu().view(torch.uint8)), name
 
 
 def token_list(vocab, length, step, seed):
