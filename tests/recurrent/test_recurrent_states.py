@@ -70,11 +70,6 @@ def test_every_step_is_bit_identical_to_a_scheme_that_keeps_every_state(device, 
         assert (~owned).sum() > 48 * len(pages)
 
 
-@pytest.mark.nightly
-def test_ten_thousand_steps(device):
-    decode_at_random(Decoding(num_slots=4, device=device), steps=10_000, num_requests=3)
-
-
 @pytest.mark.parametrize("max_window", [1, 2, 9, 32])
 def test_windows_of_other_lengths(device, max_window):
     decode_at_random(Decoding(max_window=max_window, device=device), steps=6, num_requests=2)
@@ -103,35 +98,7 @@ def test_the_text_equals_that_of_the_plain_recurrence(device, kind):
     assert (got - expected).abs().max() < tolerance * expected.abs().max()
 
 
-# ---------------------------------------------------------------- unusual steps
-
-
-def test_a_request_that_skips_steps_keeps_what_is_pending(device):
-    decoding = Decoding(device=device)
-    decoding.start(1, 2)
-    decoding.window({1: 4, 2: 4}, {1: 3, 2: 1})
-    for number in (1, 2, 3):
-        decoding.window({2: 4}, {2: number})  # 1 is not in the batch
-    decoding.window({1: 0, 2: 2}, {2: 2})  # 1 is in the batch, without a token
-    decoding.window({1: 2, 2: 2}, {1: 1, 2: 1})
-    decoding.states.fold(decoding.tensor([2, 1]))
-    decoding.assert_folded(1, 2)
-
-
-@pytest.mark.parametrize("reached", range(len(KINDS) + 1))
-def test_a_cancelled_window_leaves_the_previous_states(device, reached):
-    """The forward may stop after any layer. The step can be repeated."""
-    decoding = Decoding(device=device)
-    decoding.start(1, 2, 3)
-    decoding.window({1: 4, 2: 3, 3: 4}, {1: 2, 2: 3, 3: 4})
-    decoding.begin([1, 0, 2], [4, 1, 4])
-    decoding.forward(list(decoding.kinds)[:reached])
-    decoding.states.cancel()
-    assert decoding.states.state is State.CLOSED
-    decoding.assert_folded(1, 2)
-    decoding.window({1: 4, 2: 4, 3: 1}, {1: 1, 2: 4, 3: 1})  # the pending rows of 3 are still pending
-    decoding.states.fold(decoding.tensor([1, 2, 3]))
-    decoding.assert_folded(1, 2, 3)
+# ---------------------------------------------------------------- errors in the middle of a call
 
 
 OPS = {"begin": "plan_recurrent_window", "cancel": "gated_delta_fold", "fold": "plan_recurrent_fold",
@@ -201,44 +168,6 @@ def interrupted(monkeypatch, op, number, moment, error=OSError):
             yield
 
 
-def test_a_slot_that_gets_a_new_owner_in_the_middle_of_a_text(device):
-    """A preempted request leaves a pending window in its slot. The next request is not affected by it."""
-    decoding = Decoding(device=device)
-    decoding.start(1, 2)
-    decoding.window({1: 4, 2: 4}, {1: 4, 2: 2})
-    decoding.start(1)
-    decoding.assert_folded(1)
-    decoding.window({1: 3, 2: 4}, {1: 2, 2: 2})
-    decoding.states.fold(decoding.tensor([1, 2]))
-    decoding.assert_folded(1, 2)
-
-
-def write_states(decoding: Decoding, slot: int, change) -> None:
-    """Write a state in both schemes, as a kernel for prompts does."""
-    for name, layer in decoding.every_state.items():
-        state = decoding.state_of(slot, name)
-        state.copy_(change(state))
-        layer.held[slot] = state.clone()
-
-
-def test_states_that_other_kernels_write_in_a_step(device):
-    """A prompt begins in a slot with pending rows, and another prompt continues after a fold."""
-    decoding = Decoding(device=device)
-    decoding.start(1, 2, 3)
-    decoding.window({1: 4, 2: 4, 3: 4}, {1: 4, 2: 2, 3: 3})
-    decoding.states.fold(decoding.tensor([2]))
-    decoding.assert_folded(2)
-    decoding.begin([1, 2, 3], [11, 7, 4], is_window=[False, False, True])
-    decoding.forward()
-    write_states(decoding, 1, torch.ones_like)
-    write_states(decoding, 2, lambda state: state * 0.5)
-    decoding.commit({3: 1})
-    decoding.assert_folded(1, 2)
-    decoding.window({1: 2, 2: 3, 3: 4}, {1: 2, 2: 1, 3: 4})
-    decoding.states.fold(decoding.tensor([1, 2, 3]))
-    decoding.assert_folded(1, 2, 3)
-
-
 def test_a_batch_without_any_window_needs_no_layer():
     decoding = one_layer()
     decoding.begin([1, 0], [9, 2], is_window=[False, True])
@@ -291,26 +220,6 @@ def test_reset(device):
         assert not decoding.state_of(2, name).any()
         assert decoding.state_of(3, name).isnan().all()
     assert decoding.states.cursors.table[[1, 2], 0].tolist() == [4, 0]
-
-
-def test_the_last_slot(device):
-    """Windows, copies, folds and resets of the last slot use its own count of kept tokens."""
-    decoding = Decoding(["gdn"], num_slots=4, device=device)
-    decoding.start(2, 3)
-    decoding.window({2: 4, 3: 4}, {2: 1, 3: 3})
-    decoding.window({3: 4}, {3: 2})  # compares the outputs
-    decoding.states.copy(decoding.tensor([3]), decoding.tensor([1]))
-    for layer in decoding.every_state.values():
-        layer.held[1] = layer.held[3]
-    decoding.assert_folded(1)
-    decoding.states.fold(decoding.tensor([3]))
-    decoding.assert_folded(3)
-    decoding.start(3)
-    decoding.assert_folded(3)
-    decoding.states.copy(decoding.tensor([1]), decoding.tensor([3]))
-    for layer in decoding.every_state.values():
-        layer.held[3] = layer.held[1]
-    decoding.assert_folded(3)
 
 
 # ---------------------------------------------------------------- compiled
