@@ -11,7 +11,6 @@ import gc
 import json
 import logging
 import pathlib
-import random
 import re
 import weakref
 from dataclasses import replace
@@ -44,7 +43,6 @@ from nwor_ops.vllm.recurrent.block_reuse import BlockOwners
 from nwor_ops.vllm.recurrent.group import GroupLayers
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.recurrent.prefix_caching import PER_STATE, AlignedStates
-from nwor_ops.vllm.recurrent.supported import check_one_state
 from nwor_ops.vllm.support.features import ONE_STATE
 from nwor_ops.vllm.support.refusals import REFUSALS, Unsupported
 
@@ -216,32 +214,6 @@ def test_metadata_with_prefix_caching_needs_vllm_s_indices() -> None:
         assert builder._slots(table[:2]).tolist() == [2, 5]
 
 
-def test_metadata_with_a_plan_differs_only_in_the_plan() -> None:
-    from nwor_ops.vllm.recurrent.metadata import OneStateMetadata
-
-    before = OneStateMetadata(1, 8, 0, 0, 2, 6, 14, batch_kept=torch.ones(3))
-    indices, plan, window_id = torch.zeros(2, 1), torch.zeros(2, 4), torch.zeros(1)
-    after = before.with_plan(indices, plan, window_id)
-    changed = {"spec_state_indices_tensor": indices, "plan": plan, "window_id": window_id}
-    assert type(after) is OneStateMetadata
-    for field in dataclasses.fields(before):
-        expected = changed.get(field.name, getattr(before, field.name))
-        assert getattr(after, field.name) is expected, field.name
-    assert before.plan is None
-
-
-def test_a_batch_of_prompts_has_no_windows_of_an_earlier_one() -> None:
-    """The capture of a graph plans windows that the audit never reads."""
-    from nwor_ops.vllm.recurrent.metadata import OneStateMetadata, OneStateMetadataBuilder
-
-    builder: Any = OneStateMetadataBuilder.__new__(OneStateMetadataBuilder)
-    builder._has_planned, builder.slots, builder.host_seconds = True, torch.tensor([3]), 0.0
-    prompts_only = OneStateMetadata(1, 8, 0, 0, 0, 0, 8)
-    assert builder._planned(prompts_only, torch.tensor([3])).plan is None
-    assert not builder.take_planned()
-    assert 0 < builder.host_seconds < 1
-
-
 def test_the_capture_of_a_graph_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     from nwor_ops.vllm.recurrent import metadata
 
@@ -268,7 +240,7 @@ def test_a_page_holds_states_and_record_and_they_share_nothing(geometry: RecordG
     assert spec.page_size_bytes == states + geometry.num_bytes
     assert (spec.num_speculative_blocks, spec.block_size) == (0, STATES.block_size)
     # The second of three layers, in a cache where the pages of a block are adjacent.
-    pages = torch.zeros(5, 3, spec.page_size_bytes, dtype=torch.int8)[:, 1]
+    pages = torch.zeros(5, 3, -(-spec.page_size_bytes // 16) * 16, dtype=torch.int8)[:, 1]  # as vLLM pads them
     records = geometry.bind(torch.zeros(5, 4, 128, width), pages, states).records
     halves, rows = (1, 23) if geometry.chunk else (2, 4)
     shapes = [(5, halves, rows, 2, width), (5, halves, rows, 2), (5, halves, rows, 4), (5, rows, 4, 128)]
@@ -282,14 +254,6 @@ def test_a_page_holds_states_and_record_and_they_share_nothing(geometry: RecordG
     assert [int(marks[:, states:].eq(number).sum()) for number in range(1, 5)] == [
         part.numel() * part.element_size() for part in records
     ]
-
-
-def test_the_ops_take_states_and_records_that_lie_in_pages() -> None:
-    layer = Layer()
-    window = Window([1, 3], [2, 4])
-    window.open(layer, accepted=[1, 1])
-    layer.verify(window)
-    assert layer.recurrent_cache.record_norms[1].any()
 
 
 def unbound_layer() -> Any:
@@ -390,7 +354,7 @@ def test_unlisted_architecture_is_refused(architecture: str | None) -> None:
     sentence = f"model {architecture} has not been tried, .*; supported are Qwen3NextForCausalLM, .*KimiLinear"
     with pytest.raises(Unsupported, match=sentence):
         models.model_of(config)
-    with pytest.raises(RuntimeError, match=rf"nwor: .*{sentence}.*\(one state per request was asked for; "):
+    with pytest.raises(RuntimeError, match=rf"nwor: .*{sentence}.*\(recurrent was asked for; "):
         plugin.prepare(config, logging.getLogger("nwor"))
 
 
@@ -562,7 +526,7 @@ def test_the_start_up_line(packed: bool) -> None:
     assert "4 layers with 1 state per request (vLLM: 4) and a record of 10.2 KiB (6.9% of a page)" in said
     chunk = plugin.OneState(runner, builders, CHUNK, skipped)
     assert (state.form, chunk.form) == ("exact", "chunk")
-    assert "(vLLM: 4) and chunks of 16 tokens and a record of 57.9 KiB" in chunk.describe()
+    assert "(vLLM: 4) and chunks of 16 tokens and a record of 58.0 KiB" in chunk.describe()
     # Without records there are 112 pages.
     assert "a request of 256 tokens has 4 blocks (10), 26 of them fit (about 11)" in said
     # With prefix caching and FlashInfer's prefill a group holds up to three blocks of a request: the state, the one
@@ -1095,27 +1059,9 @@ def test_a_prompt_end_that_ran_as_a_window_is_folded_by_one_row(audited: bool) -
     assert torch.equal(layer.kv_cache[1][2], truth[5])
 
 
-def test_a_fold_leaves_nothing_pending() -> None:
-    layer, window = Layer(), Window([5, 2], [4, 3])
-    window.open(layer, [1, 1])
-    layer.verify(window)
-    slots = torch.tensor([5, 0], dtype=torch.int32)  # the second request has a window
-    layer.group.fold(torch.zeros(4, 4, dtype=torch.int32), slots, slots, torch.tensor([3, 2], dtype=torch.int32))
-    assert layer.group.cursors.table[[5, 2], 0].tolist() == [0, 3]
-    assert torch.equal(layer.kv_cache[1][5], layer.all_states[2])
-
-
 # ---------------------------------------------------------------- prefix caching
 
 BLOCK = 7  # tokens
-
-
-class Sequence:
-    """A request in vLLM's runner: a row of the block table, and the values that its kernels keep."""
-
-    def __init__(self, row: int) -> None:
-        self.row, self.computed, self.accepted, self.column = row, 0, 1, -1
-        self.truth: dict[int, Tensor] = {}  # expected state by number of tokens
 
 
 def aligned_runner() -> tuple[Layer, AlignedStates, Any, Tensor]:
@@ -1131,62 +1077,6 @@ def aligned_runner() -> tuple[Layer, AlignedStates, Any, Tensor]:
         setattr(context, name, lambda *args, name=name: context.copied.append(name))
     aligned = AlignedStates(context, [(layer.group, table)], drafts=GEOMETRY.rows - 1, patches=Patches("test"))
     return layer, aligned, context, table
-
-
-def test_states_at_the_ends_of_blocks_equal_those_with_a_state_per_draft() -> None:
-    """Two requests decode across the ends of their blocks, with any number of drafts, of which any number is accepted.
-
-    The test itself computes what the kernels of vLLM decide before and after a step.
-    """
-    chance = random.Random(5)
-    layer, aligned, context, table = aligned_runner()
-    assert context.num_states == 1  # only the convolution
-    aligned.listener = audit = StateAudit([])
-    requests = [Sequence(0), Sequence(1)]
-    mapping = torch.tensor([0, 1])
-    saved = crossed = 0
-    while max(request.computed for request in requests) < 11 * BLOCK:
-        tokens = [chance.randint(1, GEOMETRY.rows) for _ in requests]
-        lengths = torch.tensor([r.computed + n for r, n in zip(requests, tokens, strict=True)], dtype=torch.int32)
-        aligned.look_at(
-            SimpleNamespace(num_reqs=2, seq_lens_cpu_upper_bound=lengths, num_scheduled_tokens=numpy.array(tokens))
-        )
-        source = torch.tensor([r.column for r in requests], dtype=torch.int32)
-        target = (lengths + BLOCK - 1) // BLOCK - 1
-        bias = torch.tensor([r.accepted - 1 for r in requests], dtype=torch.int32)
-        context.run_fused_precopy(2, target, source, bias, mapping)
-        for request, column in zip(requests, target.tolist(), strict=True):
-            if request.column not in (-1, column):
-                request.accepted, crossed = 1, crossed + 1
-            request.column = column
-        window = Window([int(table[r.row, r.column]) for r in requests], tokens)
-        window.open(layer, [r.accepted for r in requests])
-        layer.verify(window)
-        for request, slot, count, start in zip(
-            requests, window.slots.tolist(), tokens, window.starts.tolist(), strict=False
-        ):
-            audit._kept["layer", slot] = layer.all_states[start : start + count].clone()
-            if request.computed in request.truth:
-                assert torch.equal(layer.kv_cache[1][slot], request.truth[request.computed])
-            request.accepted = chance.randint(1, count)
-            for token in range(request.accepted):
-                request.truth[request.computed + token + 1] = layer.all_states[start + token].clone()
-            request.computed += request.accepted
-        accepted = torch.tensor([r.accepted for r in requests], dtype=torch.int32)
-        computed = torch.tensor([r.computed for r in requests], dtype=torch.int32)
-        context.run_fused_postprocess_align(2, accepted, target, computed, mapping)
-        for request in requests:
-            full = request.computed // BLOCK
-            if full * BLOCK > request.computed - request.accepted:
-                slot = int(table[request.row, full - 1])
-                assert torch.equal(layer.kv_cache[1][slot], request.truth[full * BLOCK])
-                assert layer.group.cursors.table[slot, 0] == 0
-                saved += 1
-                if full - 1 == request.column:
-                    request.accepted = 1
-    assert min(saved, crossed) > 15
-    assert audit.summary()["folds"] > saved
-    assert context.copied.count("run_fused_precopy") == context.copied.count("run_fused_postprocess_align") > 40
 
 
 def test_a_step_far_from_the_end_of_a_block_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1270,30 +1160,30 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"head_dim": 96}},
-            "one state per request: heads of values are 96 wide",
+            "recurrent: heads of values are 96 wide",
         ),
         ({"cache_config__use_replayssm": True}, "`--use-replayssm`: vLLM then keeps one state per request itself"),
         (
             {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
-            "one state per request with KV connector LMCacheConnectorV1: vLLM starts no hybrid model with it",
+            "recurrent with KV connector LMCacheConnectorV1: vLLM starts no hybrid model with it",
         ),
         ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
         (
             {"speculative_config__method": "draft_model", "speculative_config__draft_model_config__is_hybrid": True},
             "a draft model with recurrent layers: it has not",
         ),
-        ({"cache_config__mamba_ssm_cache_dtype": "float16"}, "one state per request: states are torch.float16: set"),
-        ({"model_config__dtype": torch.float32}, "one state per request: keys are torch.float32"),
-        ({"num_speculative_tokens": 32}, "one state per request: windows have 33 tokens, more than 32"),
+        ({"cache_config__mamba_ssm_cache_dtype": "float16"}, "recurrent: states are torch.float16: set"),
+        ({"model_config__dtype": torch.float32}, "recurrent: keys are torch.float32"),
+        ({"num_speculative_tokens": 32}, "recurrent: windows have 33 tokens, more than 32"),
         (
             {"model_config__hf_text_config__linear_key_head_dim": 192},
-            "one state per request: heads of keys are 192 wide",
+            "recurrent: heads of keys are 192 wide",
         ),
     ],
 )
 def test_each_refusal_gives_its_reason(found: dict[str, Any], because: str) -> None:
     assert supported.problem_of(engine()) is None
-    with pytest.raises(RuntimeError, match=rf"^nwor: {because}.*\(one state per request was asked for; "):
+    with pytest.raises(RuntimeError, match=rf"^nwor: {because}.*\(recurrent was asked for; "):
         plugin.prepare(engine(**found), logging.getLogger("nwor"))
 
 
@@ -1305,11 +1195,11 @@ def test_a_class_of_another_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -
     class Theirs: ...
 
     monkeypatch.setitem(op_registry_oot, "QwenGatedDeltaNetAttention", Theirs)
-    config, logger = engine(), Logger()
-    reason = r"nwor: one state per request: .*Theirs is registered in place of QwenGatedDeltaNetAttention"
+    logger = Logger()
+    reason = r"nwor: recurrent: .*Theirs is registered in place of QwenGatedDeltaNetAttention"
     with pytest.raises(RuntimeError, match=reason):
-        plugin.prepare(config, logger)
-    config.additional_config["nwor"]["on_unsupported"] = "vanilla"
+        plugin.prepare(engine(), logger)
+    config = engine(additional_config={"nwor": {"recurrent": True, "on_unsupported": "vanilla"}})
     plugin.prepare(config, logger)
     plugin.attach(SimpleNamespace(vllm_config=config), logger, profiling=False)
     assert [re.sub(".*Theirs", "Theirs", line) for line in logger.said] == [
@@ -1351,11 +1241,6 @@ def test_this_vllm_is_refused_by_its_version() -> None:
         plugin.prepare(engine(), logging.getLogger("nwor"))
 
 
-def test_a_geometry_without_a_kernel_is_refused() -> None:
-    with pytest.raises(Unsupported, match="heads of values are 32 wide"):
-        check_one_state(RecordGeometry(4, 2, 4, 64, 32, torch.bfloat16), torch.float32)
-
-
 class Logger(logging.Logger):
     """The methods that the plugin calls of a logger."""
 
@@ -1370,7 +1255,7 @@ def test_on_unsupported_vanilla_only_logs_the_reason() -> None:
     config.additional_config["nwor"]["on_unsupported"] = "vanilla"
     plugin.prepare(config, logger)
     plugin.attach(SimpleNamespace(vllm_config=config), logger, profiling=False)
-    assert [line[:44] for line in logger.said] == ["nwor: one state per request: not active: vLL"] * 2
+    assert [line[:31] for line in logger.said] == ["nwor: recurrent: not active: vL"] * 2
     assert plugin.one_states() == []
 
 
@@ -1477,6 +1362,6 @@ def test_engines_that_both_forms_support(monkeypatch: pytest.MonkeyPatch, found:
 
 def test_vllm_s_cpu_engine_is_refused(engines: Engines) -> None:
     """It is refused when its cache is bound, because its runner loads a model with another method."""
-    reason = r"nwor: device cpu: .*; model runner V1: .*one state per request was asked for"
+    reason = r"nwor: device cpu: .*; model runner V1: .*recurrent was asked for"
     with pytest.raises(RuntimeError, match=reason):
         engines.run(prompts(1), nwor={"recurrent": True}, model=model_folder())

@@ -350,7 +350,7 @@ def test_connectors_with_one_state_per_request() -> None:
             check_state_connectors(with_connector(name))
             continue
         why = connector.refused or connector.one_state
-        with pytest.raises(Unsupported, match=re.escape(f"one state per request with KV connector {name}: {why}")):
+        with pytest.raises(Unsupported, match=re.escape(f"recurrent with KV connector {name}: {why}")):
             check_state_connectors(with_connector(name))
     inner = [child("SimpleCPUOffloadConnector"), child("NixlConnector")]
     check_state_connectors(with_connector("MultiConnector", connectors=inner))
@@ -373,7 +373,7 @@ def test_settings_of_connectors_that_one_state_refuses(name: str, reason: str, e
     check_state_connectors(with_connector(name, **allowed, bidirectional_kv_xfer=False))
     for config in (with_connector(name, **extra), with_connector("MultiConnector", connectors=[child(name, **extra)])):
         check_connectors(config, "stage")
-        with pytest.raises(Unsupported, match=f"^one state per request with KV connector {name}: {reason}"):
+        with pytest.raises(Unsupported, match=f"^recurrent with KV connector {name}: {reason}"):
             check_state_connectors(config)
 
 
@@ -382,7 +382,7 @@ def test_a_custom_connector_must_declare_that_it_reads_complete_states() -> None
         ("SilentConnector", "export_connector", "it does not declare when it reads the cache"),
         ("ExportConnector", "export_connector", "it does not declare which states .* sets reads_complete_states"),
     ):
-        with pytest.raises(Unsupported, match=f"^one state per request with KV connector {name}: {reason}"):
+        with pytest.raises(Unsupported, match=f"^recurrent with KV connector {name}: {reason}"):
             check_state_connectors(with_connector(name, module=module))
     check_state_connectors(with_connector("StateConnector", module="state_connector"))
 

@@ -26,7 +26,7 @@ from nwor_ops.vllm.hooks import Decorator, Patches
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import CONNECTOR_HOOKS, has_one_state
 
-_patches = Patches("one state: connectors")
+_patches = Patches("recurrent: connectors")
 
 
 def layout_of(vllm_config: Any) -> str:

@@ -35,7 +35,7 @@ from nwor_ops.vllm.step_listener import RecurrentListener
 # vLLM empties ``kv_cache`` to free a cache, the records are freed with the state. ``kv_cache`` itself must keep exactly
 # the entries that vLLM's code unpacks.
 _OWNER, _CACHE = "_nwor_layer", "_nwor_cache"
-_patches = Patches("one state: layers")
+_patches = Patches("recurrent: layers")
 
 
 class OneStateLayer(PluggableLayer, MambaBase):

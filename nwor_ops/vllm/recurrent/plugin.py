@@ -35,7 +35,7 @@ from nwor_ops.vllm.support.features import ONE_STATE
 from nwor_ops.vllm.support.refusals import NOT_ONE_STATE, Unsupported
 from nwor_ops.vllm.transaction.supported import is_recurrent
 
-_patches = Patches("one state: pages")
+_patches = Patches("recurrent: pages")
 _engines: weakref.WeakKeyDictionary[Any, OneState] = weakref.WeakKeyDictionary()
 
 
@@ -175,7 +175,7 @@ class OneState:
         names = [input_batch.req_ids[place] for place in places]
         whose = f"of requests {', '.join(names)}" if names else "of requests of earlier steps, which are not known,"
         return CannotContinue.because(
-            f"one state per request: the counts of accepted tokens {whose} are invalid. Their windows were skipped, "
+            f"recurrent: the counts of accepted tokens {whose} are invalid. Their windows were skipped, "
             "and their outputs are zeros",
             "their recurrent states are not known",
         )
@@ -318,7 +318,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     folds_tails = connected or vllm_config.cache_config.prefix_match_unit is not None
     _engines[runner] = OneState(runner, builders, geometry, cursors.skipped, aligned, owners, folds_tails, patches)
     metrics.publish(runner, _engines[runner], OneState.counts, lambda state: state.counter)
-    logger.info("nwor: one state per request: active: %s", _engines[runner].describe())
+    logger.info("nwor: recurrent: active: %s", _engines[runner].describe())
 
 
 def _align(runner: Any, groups: list[tuple[GroupLayers, Tensor]], drafts: int, patches: Patches) -> AlignedStates:
@@ -367,6 +367,6 @@ def _check(vllm_config: Any, logger: Any) -> bool:
     problem = problem_of(vllm_config)
     if problem is None:
         return True
-    Unsupported(problem).stop_if(config.strict, "one state per request was asked for", "with vLLM's states")
-    logger.warning_once("nwor: one state per request: not active: %s", problem)
+    Unsupported(problem).stop_if(config.strict, "recurrent was asked for", "with vLLM's states")
+    logger.warning_once("nwor: recurrent: not active: %s", problem)
     return False

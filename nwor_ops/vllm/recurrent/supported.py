@@ -1,4 +1,4 @@
-"""Decide which engines support one state per request: the hooks of every model, and the checks of a configuration."""
+"""Decide which engines support recurrent: the hooks of every model, and the checks of a configuration."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ DRAFTER = Refusal(
 OTHER_MODEL = Refusal(
     "a model that is not listed above for one recurrent state",
     one_state="they have not been tried, or their recurrent layers use other kernels",
-    message="one state per request: model {architecture} has not been tried, or its recurrent layers use other "
+    message="recurrent: model {architecture} has not been tried, or its recurrent layers use other "
     "kernels; supported are {supported}")
 DRAFT_METHOD = Refusal(
     "speculation with another method than MTP, EAGLE and draft models",
@@ -248,18 +248,18 @@ NOT_ONE_STATE = Refusal(
     "recurrent layers other than vLLM's Gated DeltaNet for Qwen and OLMo hybrid, and KDA for Kimi Linear, "
     "GLM-5.3-Flash and Bailing V3 (for example Mamba, other short convolutions)",
     one_state="they use other kernels",
-    message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen or "
+    message="recurrent: only for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen or "
     "OLMo hybrid, or KDA for Kimi Linear, GLM-5.3-Flash or Bailing V3, not for layers {layers}")
 TAKEN_CLASS = Refusal(
     "another plugin's class in place of vLLM's Gated DeltaNet for Qwen or OLMo hybrid, or KDA for Kimi Linear, "
     "GLM-5.3-Flash or Bailing V3",
     one_state="vLLM's registry holds one class per layer",
-    message="one state per request: {registered} is registered in place of {layer}")
+    message="recurrent: {registered} is registered in place of {layer}")
 STATE = Refusal(
     f"recurrent states with other head widths than {', '.join(map(str, KEY_WIDTHS))} (keys) and "
     f"{', '.join(map(str, VALUE_WIDTHS))} (values), float16 states, windows of more than 32 tokens, float32 keys",
     one_state="the kernel does not support them",
-    message="one state per request: {what}",
+    message="recurrent: {what}",
     change='--mamba-ssm-cache-dtype, "num_speculative_tokens" in --speculative-config')
 CHUNK_FORM = Refusal(
     "`VLLM_NWOR_RECURRENT=chunk` with a decay per channel (KDA), heads other than 128 wide, another `dtype` than "
@@ -301,7 +301,7 @@ PARTIAL_TAILS = Refusal(
 STATE_CONNECTOR = Refusal(
     "KV connectors, and settings of connectors, that the table of connectors refuses for one recurrent state",
     one_state="they would read a state whose last window is pending, or are untested: the table gives the reason",
-    message="one state per request with KV connector {name}: {why}",
+    message="recurrent with KV connector {name}: {why}",
     change="--kv-transfer-config")
 EXPORTED_TABLE = Refusal(
     "a KV connector that exports in attention, with a back end whose metadata has a copy of the block table",
