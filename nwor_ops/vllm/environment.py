@@ -28,9 +28,6 @@ def settings_of(vllm_config: Any) -> NworConfig:
 
     Args:
         vllm_config: vLLM's configuration of the engine.
-
-    Raises:
-        ValueError: a setting is unknown or invalid.
     """
     given, settings = vars(vllm_config).get(_SETTINGS, (None, None))
     if settings is None or given is not vllm_config.additional_config:

@@ -132,12 +132,7 @@ class Patch:
         return None if self.signature is None else _other_parameters(self.target, self.original, self.signature)
 
     def apply(self) -> None:
-        """Replace the attribute.
-
-        Raises:
-            PatchError: this feature has patched it already.
-            Unsupported: it does not exist, or has other parameters.
-        """
+        """Replace the attribute."""
         if self.is_repeated:
             raise PatchError(f"nwor: {self.target} is already patched by {self.by}")
         problem = self.problem()
@@ -152,11 +147,7 @@ class Patch:
         _applied.add(self)
 
     def undo(self) -> None:
-        """Put the original back.
-
-        Raises:
-            PatchError: other code has replaced the attribute since.
-        """
+        """Put the original back."""
         current = vars(self.owner).get(self.name, _MISSING)
         if current is not self._found:  # other code may have put the original back
             if current is not self.replacement:
@@ -176,9 +167,6 @@ class Patches:
     """The patches of one feature, or of one feature in one engine.
 
     It does not keep an engine alive: a patch lives as long as its target.
-
-    Args:
-        by: name of the feature, for messages.
     """
 
     def __init__(self, by: str) -> None:
@@ -216,12 +204,6 @@ class Patches:
         """Patch methods of an object so that they call the methods of the same name of ``ours``.
 
         Those receive the original first, and then the arguments of the call.
-
-        Args:
-            owner: a vLLM object.
-            ours: the object whose methods are called.
-            names: names of the methods.
-            signature: as for :class:`Patch`.
         """
         for name in names:
             self.put(owner, name, _calling(getattr(ours, name)), signature)
@@ -248,11 +230,7 @@ def _calling(ours: Callable[..., Any]) -> Decorator:
 
 
 def when_undone(action: Callable[[], object]) -> None:
-    """Call ``action`` in :func:`undo_all`. It takes back a change that is not an attribute, such as a registered class.
-
-    Args:
-        action: called once, without arguments.
-    """
+    """Call ``action`` in :func:`undo_all`. It takes back a change that is not an attribute, such as a registered class."""
     _when_undone.append(action)
 
 
@@ -262,11 +240,7 @@ def applied() -> list[Patch]:
 
 
 def undo_all() -> None:
-    """Undo every patch of this process, the last one first.
-
-    Raises:
-        PatchError: other code has replaced some attributes since. All others are restored.
-    """
+    """Undo every patch of this process, the last one first."""
     problems = [problem for patch in reversed(applied()) if (problem := _undone_problem(patch)) is not None]
     while _when_undone:
         _when_undone.pop()()

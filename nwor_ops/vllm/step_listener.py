@@ -20,13 +20,9 @@ class StepListener:
     The methods are in the order of a step. If the outcome of a step arrives in a later step, :meth:`deferred`,
     :meth:`undone` and :meth:`settled` replace :meth:`commit`.
 
-    Attributes:
-        needs_begin: call :meth:`begin`. Its arguments may need a synchronization with the device.
-        needs_rows: call :meth:`record`. In mode ``"stage"``, the writers of the target layers are patched only for it.
+    A session prepares the arguments of :meth:`begin`, which may synchronize, only for listeners that override it. In
+    mode ``"stage"``, the writers of the target layers are patched only if a listener overrides :meth:`record`.
     """
-
-    needs_begin: bool = False
-    needs_rows: bool = False
 
     def begin(
         self,

@@ -258,8 +258,6 @@ def _count_steps_by_drafts() -> dict[int, int]:
     steps: Counter[int] = Counter()
 
     class Counting(StepListener):
-        needs_begin = True
-
         def begin(self, query_start_loc: Any, num_draft_tokens: Any, *_: Any) -> None:
             steps[max(map(int, num_draft_tokens), default=0)] += 1
 

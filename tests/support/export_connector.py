@@ -61,7 +61,7 @@ class Exports:
         self.counts: dict[str, Counter[str]] = {moment: Counter() for moment in MOMENTS}
         self.shadow_slots = 0
         self._session = session
-        self._layers = {layer.name: layer for layer in session._layers.values()}
+        self._layers = {layer.name: layer for layer in session.layers.values()}
         self._lengths: dict[str, Tensor] = {}
         self._requests: list[Request] = []
         self._last: dict[str, Request] = {}

@@ -147,7 +147,7 @@ class Runner:
         rows = torch.tensor(self.written)[:, None, None].expand(-1, HEADS, WIDTH)
         if self.fails:
             raise ForwardFailed
-        self.session.write("target", rows, rows, self.kv_cache, self.slots[0, :tokens])
+        self.session.writer("target")(None, rows, rows, self.kv_cache, self.slots[0, :tokens])
         for row, part in enumerate(self.batch):
             seen = self.kv_cache[self.table[row].long()].flatten(0, 1)[: int(self.lengths[row]), 0, 0]
             own = slice(int(self.starts[row]), int(self.starts[row + 1]))

@@ -123,7 +123,7 @@ class Runner:
             self.should[block] = 0
         self.prepare_attn(batch)
         tokens = len(batch.slots)
-        self.session.write("target", batch.rows[0], batch.rows[1], self.kv_cache, self.slots[0, :tokens])
+        self.session.writer("target")(None, batch.rows[0], batch.rows[1], self.kv_cache, self.slots[0, :tokens])
 
     def sample_tokens(self, batch: Any) -> None:
         self.pp_handler.receive(batch, recv_drafts=True)

@@ -1,15 +1,7 @@
-"""Load an engine for minutes, as many clients do, and look for lost requests, leaks and wrong counts.
-
-It runs as its own process, prints a result as JSON, and leaves the judgement to :func:`problems`:
-
-    python tests/support/soak.py PLAN.json
-
-PLAN.json holds the fields of :class:`Plan`. The engine is either an ``AsyncLLM`` of this process or ``vllm serve``.
-"""
+"""Load a server for minutes, as many clients do, and look for lost requests, leaks and wrong counts."""
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -21,16 +13,14 @@ import re
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from metrics_at_rest import metrics_at_rest
-from processes import environment
 
-from nwor_ops.testing.server import Server, added_samples
+from nwor_ops.testing.server import Server
 
 VOCABULARY = 64
 TEMPERATURES = (0.0, 0.7, 1.2)
@@ -51,10 +41,9 @@ class Plan:
     """What runs.
 
     Attributes:
-        program: starts ``vllm serve``; empty: an ``AsyncLLM`` in this process.
         words: arguments of ``vllm serve``, the model first.
-        environment: variables of the server. An ``AsyncLLM`` has those of this process.
-        log: the server's log, or the log of this process.
+        environment: variables of the server.
+        log: the server's log.
         seconds: how long clients send requests.
         clients: requests at the same time.
         aborted: share of the requests that clients abort.
@@ -64,7 +53,6 @@ class Plan:
         seed: of prompts, temperatures and aborts.
     """
 
-    program: list[str]
     words: list[str]
     environment: dict[str, str]
     log: str
@@ -77,65 +65,17 @@ class Plan:
     seed: int = 0
 
 
-# ---------------------------------------------------------------- engines
+# ---------------------------------------------------------------- the server
 
 
-class Target(abc.ABC):
-    """An engine under load."""
+class Target:
+    """A server under load.
 
-    @abc.abstractmethod
-    def stream(self, prompt: list[int], temperature: float, max_tokens: int) -> AsyncIterator[list[int]]:
-        """Yield the tokens of an answer as they come. A caller that closes the iterator aborts the request."""
+    Args:
+        server: a ready server.
+        model: the model's name.
+    """
 
-    @abc.abstractmethod
-    async def metrics(self) -> dict[str, float]:
-        """Return the samples of ``/metrics`` by name."""
-
-    @abc.abstractmethod
-    def process(self) -> int:
-        """Return the process whose memory, with that of its children, is watched."""
-
-    async def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """Return a whole answer, at temperature 0."""
-        return [token async for tokens in self.stream(prompt, 0.0, max_tokens) for token in tokens]
-
-
-class InProcess(Target):
-    def __init__(self, words: list[str]) -> None:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-        arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", *words]))
-        self.engine = AsyncLLM.from_engine_args(arguments)
-        self._started = 0
-
-    async def stream(self, prompt: list[int], temperature: float, max_tokens: int) -> AsyncIterator[list[int]]:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        self._started += 1
-        parameters = SamplingParams(
-            temperature=temperature, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-        )
-        outputs = self.engine.generate({"prompt_token_ids": prompt}, parameters, str(self._started))
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                yield list(output.outputs[0].token_ids)
-
-    async def metrics(self) -> dict[str, float]:
-        from prometheus_client import generate_latest
-        from vllm.v1.metrics.prometheus import get_prometheus_registry
-
-        await self.engine.do_log_stats()
-        return added_samples(generate_latest(get_prometheus_registry()).decode())
-
-    def process(self) -> int:
-        return os.getpid()
-
-
-class OverHttp(Target):
     def __init__(self, server: Server, model: str) -> None:
         import aiohttp
 
@@ -146,6 +86,7 @@ class OverHttp(Target):
         )
 
     async def stream(self, prompt: list[int], temperature: float, max_tokens: int) -> AsyncIterator[list[int]]:
+        """Yield the tokens of an answer as they come. A caller that closes the iterator aborts the request."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
         body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
         response = await self._session.post(f"{self._address}/v1/completions", json=body)
@@ -158,10 +99,16 @@ class OverHttp(Target):
         finally:
             response.close()  # before the end of the answer, this is a client that hangs up
 
+    async def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """Return a whole answer, at temperature 0."""
+        return [token async for tokens in self.stream(prompt, 0.0, max_tokens) for token in tokens]
+
     async def metrics(self) -> dict[str, float]:
+        """Return the samples of ``/metrics`` by name."""
         return await asyncio.to_thread(self._server.metrics)
 
     def process(self) -> int:
+        """Return the process whose memory, with that of its children, is watched."""
         return self._server._process.pid
 
     async def close(self) -> None:
@@ -279,46 +226,17 @@ async def soak(target: Target, plan: Plan) -> dict[str, Any]:
 
 
 async def run(plan: Plan) -> dict[str, Any]:
-    """Start the engine and run the plan. Return what :func:`problems` looks at."""
-    if not plan.program:
-        target = InProcess(plan.words)
-        try:
-            found = await soak(target, plan)
-            sys.stderr.flush()
-            found["log"] = bad_lines(pathlib.Path(plan.log).read_text(errors="replace"))
-        finally:
-            target.engine.shutdown()
-    else:
-        server = Server(plan.words, os.environ | plan.environment, pathlib.Path(plan.log), plan.program)
-        try:
-            await asyncio.to_thread(server.wait_until_ready, START_SECONDS)
-            over_http = OverHttp(server, plan.words[0])
-            found = await soak(over_http, plan)
-            await over_http.close()
-            assert server.alive(), server.log[-4000:]
-            found["log"] = bad_lines(server.log)  # a server that is stopped logs errors
-        finally:
-            server.stop()
-    return found
-
-
-def run_in_process(plan: Plan) -> dict[str, Any]:
-    """Run a plan in its own process. Return its result.
-
-    Raises:
-        AssertionError: the process failed; with the end of the log.
-    """
-    log = pathlib.Path(plan.log)
-    given = log.with_suffix(".json")
-    given.write_text(json.dumps(dataclasses.asdict(plan)))
-    mine = log.with_suffix(".err") if plan.program else log
-    with log.with_suffix(".out").open("w") as output, mine.open("w") as errors:
-        done = subprocess.run(
-            [sys.executable, __file__, str(given)], stdout=output, stderr=errors, check=False,
-            env=environment() | plan.environment,
-        )  # fmt: skip
-    assert done.returncode == 0, mine.read_text(errors="replace")[-4000:]
-    found: dict[str, Any] = json.loads(log.with_suffix(".out").read_text().splitlines()[-1])
+    """Start the server and run the plan. Return what :func:`problems` looks at."""
+    server = Server(plan.words, os.environ | plan.environment, pathlib.Path(plan.log))
+    try:
+        await asyncio.to_thread(server.wait_until_ready, START_SECONDS)
+        target = Target(server, plan.words[0])
+        found = await soak(target, plan)
+        await target.close()
+        assert server.alive(), server.log[-4000:]
+        found["log"] = bad_lines(server.log)  # a server that is stopped logs errors
+    finally:
+        server.stop()
     return found
 
 
@@ -383,8 +301,3 @@ def problems(found: Mapping[str, Any]) -> list[str]:
         if late > early + GPU_GROWTH_MIB:
             wrong.append(f"GPU memory grew from {early:.0f} to {late:.0f} MiB")
     return wrong
-
-
-if __name__ == "__main__":
-    given = Plan(**json.loads(pathlib.Path(sys.argv[1]).read_text()))
-    print(json.dumps(asyncio.run(run(given))))

@@ -97,7 +97,7 @@ class Runner:
     def execute_model(self, scheduler_output: Any) -> None:
         self.prepare_attn(BATCH)
         rows = torch.ones(3, HEADS, WIDTH)
-        self.session.write("target", rows, rows, self.kv_cache, self.slots[0, :3])
+        self.session.writer("target")(None, rows, rows, self.kv_cache, self.slots[0, :3])
         seen = self.kv_cache[self.table[0, :2].long()].flatten(0, 1)[:5, 0, 0]  # the pages that attention would read
         assert seen.tolist() == [5, 5, 1, 1, 1]
 
@@ -129,7 +129,7 @@ class AdaptiveRunner(Runner):
     def execute_model(self, scheduler_output: Any) -> None:
         self.prepare_attn(ADAPTIVE_BATCH)
         rows = torch.ones(5, HEADS, WIDTH)
-        self.session.write("target", rows, rows, self.kv_cache, self.slots[0, :5])
+        self.session.writer("target")(None, rows, rows, self.kv_cache, self.slots[0, :5])
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> tuple[None, Tensor, Tensor]:
         return None, torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1, 1], dtype=torch.int32)

@@ -57,7 +57,7 @@ def test_a_rejected_row_that_stays_is_found() -> None:
 
 
 @pytest.mark.parametrize("block", [0, 1])
-def test_an_undo_that_reaches_into_the_drafters_layer_is_found(block: int) -> None:
+def test_undo_in_drafter_layer_is_found(block: int) -> None:
     """In a block that the target wrote (block 0), and in one that it did not write."""
     step = Step()
     step.undo()
@@ -74,7 +74,7 @@ def test_an_accepted_row_that_is_lost_is_found() -> None:
         step.compare()
 
 
-def test_a_drafter_that_runs_before_the_commit_is_found() -> None:
+def test_drafter_before_commit_is_found() -> None:
     """A write between begin and commit that no part of the step makes."""
     step = Step()
     step.drafter[0] = 7
@@ -88,7 +88,7 @@ def test_a_drafter_that_runs_before_the_commit_is_found() -> None:
 
 @pytest.mark.parametrize("block", range(BLOCKS))
 @pytest.mark.parametrize("others_write", [True, False])
-def test_blocks_of_the_batch_are_compared_if_others_write(others_write: bool, block: int) -> None:
+def test_batch_blocks_are_compared_if_others_write(others_write: bool, block: int) -> None:
     """The changed slot belongs to no token of this step.
 
     Block 1 is in the request's row of the table, after its length. Block 2 is in another request's row, and block 3 in
@@ -105,7 +105,7 @@ def test_blocks_of_the_batch_are_compared_if_others_write(others_write: bool, bl
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_others_may_not_write_to_the_drafters_layer_in_blocks_of_the_batch(block: int) -> None:
+def test_others_may_not_write_to_batch_blocks(block: int) -> None:
     step = Step(others_write=True, by_block=True)
     step.undo()
     step.drafter[block, 3, 0, 0] = 5
@@ -151,7 +151,7 @@ def test_a_write_after_a_load_is_found(block: int, offset: int) -> None:
     ("slot", "found"),
     [(1, r"in layer target slots 1 \(token 1\)"), (2, r"rejected drafts .* left their rows in slots 2 \(token 2\)")],
 )
-def test_a_draft_that_changes_during_a_load_was_not_loaded(others_write: bool, slot: int, found: str) -> None:
+def test_draft_changed_during_load_is_found(others_write: bool, slot: int, found: str) -> None:
     step = Step(others_write)
     step.undo()
     step.audit.loading()
@@ -162,7 +162,7 @@ def test_a_draft_that_changes_during_a_load_was_not_loaded(others_write: bool, s
         step.compare()
 
 
-def test_a_load_between_two_steps_is_in_the_image_of_the_next() -> None:
+def test_load_between_steps_is_in_next_image() -> None:
     step = Step()
     step.undo()
     step.compare()

@@ -263,7 +263,7 @@ def test_which_connectors_load_at_any_time(tmp_path: pathlib.Path) -> None:
 # ---------------------------------------------------------------- sizes
 
 
-def test_both_sides_of_a_connector_count_the_same_bytes_per_block() -> None:
+def test_connector_sides_agree_on_block_bytes() -> None:
     """The worker's sees the whole cache, the scheduler's what mode stage leaves of it."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
     from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
@@ -321,7 +321,7 @@ def test_an_export_is_made_once_behind_the_commit() -> None:
 
 
 @pytest.mark.parametrize("cancels", [True, False])
-def test_an_export_of_a_step_that_is_cancelled_is_not_made(monkeypatch: pytest.MonkeyPatch, cancels: bool) -> None:
+def test_export_of_cancelled_step_is_dropped(monkeypatch: pytest.MonkeyPatch, cancels: bool) -> None:
     """Also where the cancellation itself fails."""
     step = Exporting()
     if not cancels:
@@ -331,14 +331,14 @@ def test_an_export_of_a_step_that_is_cancelled_is_not_made(monkeypatch: pytest.M
     assert step.exported == []
 
 
-def test_an_export_of_a_step_that_goes_on_without_the_transaction_is_made() -> None:
+def test_export_of_vanilla_step_is_made() -> None:
     step = Exporting()
     step.session.commit(step.fail, lambda: [1])
     assert step.session.vanilla_steps["commit failed"] == 1
     assert step.exported == EXPORTED
 
 
-def test_an_export_outside_a_window_is_made_at_once() -> None:
+def test_export_outside_window_is_made_immediately() -> None:
     step = Exporting()
     step.session.close_interrupted()
     with override_forward_context("the drafter's"):
@@ -346,7 +346,7 @@ def test_an_export_outside_a_window_is_made_at_once() -> None:
     assert step.exported == [("layer", 2, "the drafter's")]
 
 
-def test_exports_in_attention_by_a_copy_of_the_table_are_refused() -> None:
+def test_exports_by_copied_table_are_refused() -> None:
     attached = _attached({"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
     attached.check_tables({})
     with pytest.raises(

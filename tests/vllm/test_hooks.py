@@ -58,7 +58,7 @@ def vanilla() -> type[Vanilla]:
 # ---------------------------------------------------------------- one patch
 
 
-def test_a_method_of_a_class_of_an_object_and_a_function_of_a_module(vanilla: Any) -> None:
+def test_patch_of_class_object_and_module(vanilla: Any) -> None:
     derived, module = type("Derived", (vanilla,), {}), ModuleType("module")
     module.step = step = lambda tokens: tokens  # type: ignore[attr-defined]
     thing, method = vanilla(), vars(vanilla)["step"]

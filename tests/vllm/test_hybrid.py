@@ -98,7 +98,7 @@ def _job_with_a_wrong_byte(model: str, requests: list[list[int]]) -> str:
     llm = LLM(**ENGINE | CACHE | {"model": model, "additional_config": {"nwor": COW}})
     [session] = nwor_ops.vllm.sessions()
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    layer = session._layers["model.layers.3.self_attn.attn"]
+    layer = session.layers["model.layers.3.self_attn.attn"]
 
     class Spoiling(StepListener):
         def opened(self, slot_mappings: Any) -> None:
@@ -114,7 +114,7 @@ def _job_with_a_wrong_byte(model: str, requests: list[list[int]]) -> str:
     return "nothing"
 
 
-def test_a_wrong_byte_of_an_attention_block_is_found(engines: Engines) -> None:
+def test_wrong_byte_of_attention_block_is_found(engines: Engines) -> None:
     said = engines.submit(_job_with_a_wrong_byte, model_folder(**QWEN3_NEXT), prompts(4)).result()
     assert re.search(r" [12] bytes differ from the expected ones", said)
 
@@ -163,7 +163,7 @@ class Step:
         *((block, 0, False) for block in (2, 6, 7)),  # a block of attention, and a free one
     ],
 )
-def test_states_of_the_batch_are_left_out_and_nothing_else(block: int, byte: int, left_out: bool) -> None:
+def test_only_states_of_batch_are_left_out(block: int, byte: int, left_out: bool) -> None:
     step = Step(CacheAudit)
     if left_out:
         step.run(block, byte)
@@ -184,7 +184,7 @@ def test_shadow_pages_and_states_are_left_out_together() -> None:
     assert marked.view(BLOCKS, -1).sum(1).tolist() == [STATE, 0, 0, STATE, STATE, 0, 256, 256]
 
 
-def test_a_block_that_becomes_a_state_holds_no_rows() -> None:
+def test_block_of_state_holds_no_rows() -> None:
     step = Step(CacheAudit)
     step.run(3, 0)
     assert step.audit.slot_states()["0"][2].tolist() == [COMMITTED, COMMITTED, FREE, FREE]

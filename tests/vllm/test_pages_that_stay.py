@@ -28,7 +28,7 @@ RUNNERS = pytest.mark.parametrize("runner_class", [V1Runner, V2Runner])
 
 
 @RUNNERS
-def test_a_request_that_drafts_in_every_step_is_copied_once(runner_class: type[Runner]) -> None:
+def test_request_with_constant_drafts_is_copied_once(runner_class: type[Runner]) -> None:
     """Two requests, six steps of a token and two drafts, across the ends of pages."""
     runner = runner_class()
     a, b = Request("a", 6, blocks=[1, 2, 3, 4, 5]), Request("b", 5, blocks=[7, 8, 9, 10, 11])
@@ -40,7 +40,7 @@ def test_a_request_that_drafts_in_every_step_is_copied_once(runner_class: type[R
 
 @RUNNERS
 @pytest.mark.parametrize("loads", [True, False])
-def test_pages_are_copied_again_only_if_rows_are_loaded(
+def test_pages_are_copied_only_after_loads(
     runner_class: type[Runner], loads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connector is called in every attention layer, even if it has loaded everything in earlier steps."""
@@ -55,7 +55,7 @@ def test_pages_are_copied_again_only_if_rows_are_loaded(
 
 
 @pytest.mark.parametrize("forgets", [True, False])
-def test_a_page_that_changed_hands_in_a_step_without_drafts(forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_new_request_is_copied_again(forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next request is the only one in the batch, and gets the state and the page of the one that ended."""
     if not forgets:
         forgets_no_step(monkeypatch)
@@ -119,7 +119,7 @@ def hears_of_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
         (hears_of_no_load, V2Engine),
     ],
 )
-def test_the_machine_finds_a_page_that_was_kept_too_long(
+def test_machine_finds_page_kept_too_long(
     fault: Callable[[pytest.MonkeyPatch], None], engine: type[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)

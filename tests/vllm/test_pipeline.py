@@ -98,7 +98,7 @@ def test_a_vanilla_step_is_not_a_finding(monkeypatch: pytest.MonkeyPatch, moment
     assert stats.rejected > 0
 
 
-def test_a_request_that_comes_back_too_early_is_settled_first() -> None:
+def test_early_request_is_settled_first() -> None:
     """vLLM never does this: its scheduler waits as many steps as there are ranks."""
     engine = Engine(3, seed=1)
     while not engine.runner.session.manager._deferred:

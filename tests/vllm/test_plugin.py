@@ -40,7 +40,7 @@ def test_on_through_the_environment(engines: Engines) -> None:
     ]
 
 
-def test_an_engine_that_does_not_speculate_is_left_alone(engines: Engines) -> None:
+def test_engine_without_speculation_is_left_alone(engines: Engines) -> None:
     result = engines.run(prompts(2), nwor={"mode": "cow"}, speculative_config=None, max_tokens=8)
     assert result["session"] is None
     assert result["wrapped"] == ["class initialize_kv_cache"]
@@ -59,7 +59,7 @@ def test_a_failed_forward_leaves_no_draft(engines: Engines, mode: str) -> None:
     assert session["audit"]["steps"] == 12
 
 
-def test_more_drafts_than_log_rows_is_a_plain_step(engines: Engines) -> None:
+def test_too_many_drafts_make_vanilla_step(engines: Engines) -> None:
     """The step is counted, and is no error. Steps that fit are transactions."""
     vanilla = engines.start(prompts(6))
     ours = engines.start(prompts(6), nwor={"mode": "cow", "audit": True}, fault=("log rows", 16)).result()

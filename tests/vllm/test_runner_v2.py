@@ -49,9 +49,7 @@ def test_accepted_drafts_stay_if_the_drafter_fails(audit: bool, mode: str) -> No
     assert (stats.drafted, stats.accepted, stats.rejected, stats.cancelled) == (2, 1, 1, 0)
 
 
-def test_the_failure_of_the_step_is_the_one_that_is_seen(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failure_of_step_propagates(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     runner = Runner(audit=False)
     runner.execute_model(SCHEDULER_OUTPUT)
 
@@ -68,7 +66,7 @@ def test_the_failure_of_the_step_is_the_one_that_is_seen(
     assert "nwor: cancel failed: the device is lost" in caplog.text
 
 
-def test_the_batch_of_these_tests_is_one_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adaptive_batch_equals_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's manager of adaptive verification creates it. The counts of host and device differ."""
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllms
 
@@ -160,7 +158,7 @@ def test_a_drafter_with_unnamed_layers_is_refused() -> None:
         _attachment(SimpleNamespace(), sampled=0).drafter_layers()
 
 
-def test_a_drafter_that_attends_in_its_own_batches_borrows_nothing() -> None:
+def test_drafter_with_own_batches_borrows_nothing() -> None:
     assert _attachment(SimpleNamespace()).drafter_borrows
     for method in ("use_ngram", "uses_draft_model", "use_dflash", "use_dspark"):
         assert not _attachment(SimpleNamespace(), **{method: True}).drafter_borrows

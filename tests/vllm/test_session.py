@@ -58,8 +58,6 @@ class Loaded(StepListener):
 class Noting(StepListener):
     """Note the arguments of some events."""
 
-    needs_begin = needs_rows = True
-
     def __init__(self) -> None:
         self.begun: list[tuple[Any, ...]] = []
         self.recorded: list[tuple[Any, ...]] = []
@@ -107,7 +105,7 @@ class Listened:
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
         self.window = Window(starts, counts, slots, 2)
         self.session.begin(Step(self.window, lambda: ([0, 3], [2])))
-        self.session.write("layer", KEYS, KEYS, self.cache, slots["0"])
+        self.session.writer("layer")(None, KEYS, KEYS, self.cache, slots["0"])
         listener = Hearing()
         self.session.subscribe(listener)
         self.heard = listener.heard
@@ -144,7 +142,7 @@ def test_drafts_are_undone_if_a_listener_raises(on_error: str) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
-def test_a_step_that_could_not_be_cancelled_is_dropped(monkeypatch: pytest.MonkeyPatch, on_error: str) -> None:
+def test_uncancellable_step_is_dropped(monkeypatch: pytest.MonkeyPatch, on_error: str) -> None:
     """A listener that waits for its end would mistake the next step for it."""
     step = Listened(on_error)
     monkeypatch.setattr(type(step.session.manager), "cancel", lambda _: fails())
@@ -158,13 +156,13 @@ def test_a_step_that_could_not_be_cancelled_is_dropped(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("moment", ["write", "commit"])
-def test_an_error_stops_the_engine_if_the_settings_say_so(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_error_stops_engine_if_set(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     step = Listened("stop")
     session, manager = step.session, step.session.manager
     target = manager.writer("layer") if moment == "write" else manager
     monkeypatch.setattr(type(target), moment, lambda *_, **__: fails())
     calls: dict[str, Callable[[], None]] = {
-        "write": lambda: session.write("layer", KEYS, KEYS, step.cache, session.slot_mappings["0"]),
+        "write": lambda: session.writer("layer")(None, KEYS, KEYS, step.cache, session.slot_mappings["0"]),
         "commit": lambda: session.commit(lambda manager: manager.commit(SLOTS, SLOTS), lambda: [1]),
     }
     with pytest.raises(RuntimeError, match=f"nwor: {moment} failed: planted in a listener .VLLM_NWOR_ON_ERROR=cont"):
@@ -174,7 +172,7 @@ def test_an_error_stops_the_engine_if_the_settings_say_so(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
-def test_a_window_that_cannot_be_closed_stops_the_engine(monkeypatch: pytest.MonkeyPatch, on_error: str) -> None:
+def test_unclosable_window_stops_engine(monkeypatch: pytest.MonkeyPatch, on_error: str) -> None:
     """The next step would undo the drafts that this step accepted."""
     step = Listened(on_error)
     monkeypatch.setattr(type(step.session.manager), "abandon", lambda _: fails())
@@ -188,17 +186,17 @@ def test_a_window_that_cannot_be_closed_stops_the_engine(monkeypatch: pytest.Mon
     assert step.session.errors.counts == {}
 
 
-def test_a_write_that_fails_while_a_graph_is_captured_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_during_capture_stops_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every replay of that graph would leave out this layer."""
     step = Listened()
     step.session.close_interrupted()
     monkeypatch.setattr(session_module, "is_capturing", lambda _: True)
     monkeypatch.setattr(type(step.session.manager.writer("layer")), "write", lambda *_, **__: fails())
     with pytest.raises(CannotContinue, match=r"failed while a CUDA graph was captured: planted .* of layer layer"):
-        step.session.write("layer", KEYS, KEYS, step.cache, step.session.slot_mappings["0"])
+        step.session.writer("layer")(None, KEYS, KEYS, step.cache, step.session.slot_mappings["0"])
 
 
-def test_rows_that_a_connector_loaded_and_that_cannot_be_copied_end_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_rows_without_copy_end_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention then reads the pages of the requests, where the connector put the rows."""
     step = Listened()
     session, loaded = step.session, Loaded()
@@ -214,7 +212,7 @@ def test_rows_that_a_connector_loaded_and_that_cannot_be_copied_end_the_window(m
     assert session.stats().abandoned == 1
 
 
-def test_a_step_that_cannot_be_described_runs_without_a_window(caplog: pytest.LogCaptureFixture) -> None:
+def test_undescribed_step_runs_without_window(caplog: pytest.LogCaptureFixture) -> None:
     """Only the first error of a reason is logged, with its trace."""
     step = Listened()
     runner = V1(None)
@@ -231,7 +229,7 @@ def test_a_step_that_cannot_be_described_runs_without_a_window(caplog: pytest.Lo
     assert record.exc_info is not None
 
 
-def test_request_states_that_were_not_copied_are_copied_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_of_request_states_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     states = v1.RequestStates(2, torch.device("cpu"))
     states.update(["a"])
     with monkeypatch.context() as patch:
@@ -243,14 +241,7 @@ def test_request_states_that_were_not_copied_are_copied_in_the_next_step(monkeyp
     assert states["a"] != states["b"]
 
 
-def test_a_step_that_is_cancelled_is_told_of_to_its_end() -> None:
-    step = Listened()
-    step.session.close_interrupted()
-    assert step.heard == ["commit"]
-    assert not step.drafts.any()
-
-
-def test_a_step_without_a_window_undoes_one_that_was_left_open() -> None:
+def test_skip_undoes_window_left_open() -> None:
     """The open window belongs to a step that failed. A step with a window undoes it in the same way."""
     step = Listened()
     step.session.skip()
@@ -262,21 +253,11 @@ def test_a_step_without_a_window_undoes_one_that_was_left_open() -> None:
     assert step.session.vanilla_steps["cancelled"] == 1
 
 
-def test_every_listener_is_notified_until_it_is_unsubscribed() -> None:
-    step, other = Listened(), Hearing()
-    step.session.subscribe(other)
-    step.session.skip()
-    assert step.heard == other.heard == ["commit"]
-    step.session.unsubscribe(other)
-    step.session.close_interrupted()
-    assert (step.heard, other.heard) == (["commit", "drop"], ["commit"])
-
-
-def test_a_listener_gets_the_inputs_of_a_step_and_the_rows_of_a_write() -> None:
+def test_listener_gets_inputs_and_written_rows() -> None:
     step, noting = Listened(), Noting()
     step.session.subscribe(noting)
     key, value = 2 * KEYS, 3 * KEYS
-    step.session.write("layer", key, value, step.cache, step.session.slot_mappings["0"], "a scale")
+    step.session.writer("layer")(None, key, value, step.cache, step.session.slot_mappings["0"], "a scale")
     [(name, *rows, slots, offset, rest)] = noting.recorded
     assert name == "layer"
     assert all(row is given for row, given in zip(rows, (key, value), strict=True))
@@ -302,16 +283,16 @@ def test_slots_outside_the_batch_are_refused(first: int, last: int) -> None:
         session._token_offset("0", buffer[first:last])
 
 
-def test_outside_a_window_the_layer_s_own_writer_writes() -> None:
+def test_own_writer_writes_outside_window() -> None:
     step = Listened()
     assert step.own_writes == []  # our kernel logged and wrote
     step.session.close_interrupted()
-    step.session.write("layer", 2 * KEYS, KEYS, step.cache, SLOTS, "a scale")
+    step.session.writer("layer")(None, 2 * KEYS, KEYS, step.cache, SLOTS, "a scale")
     assert step.own_writes == [("a scale",)]
     assert step.cache[1, 1, 0, 0] == 2
 
 
-def test_a_layer_that_is_only_logged_is_written_by_its_own_writer() -> None:
+def test_logged_layer_is_written_by_own_writer() -> None:
     step = Listened(fused=False)
     assert step.own_writes == [()]
     assert step.drafts.all()
@@ -410,7 +391,7 @@ def test_a_session_without_a_transaction() -> None:
     assert session.manager is None
 
 
-def test_counters_of_a_sleeping_engine_are_those_of_before() -> None:
+def test_sleeping_engine_keeps_counters() -> None:
     """vLLM releases the memory of the device's counters when the engine goes to sleep."""
     step = Listened()
     session = step.session

@@ -72,7 +72,7 @@ def test_a_cache_that_is_just_large_enough(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_bytes_of_a_block_are_those_of_vllms_allocation(groups: int) -> None:
+def test_block_bytes_equal_vllms_allocation(groups: int) -> None:
     """vLLM has one tensor per group, and each has the size of the whole allocation, because groups share memory."""
     from vllm.v1 import kv_cache_interface
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
@@ -110,7 +110,7 @@ def test_the_bytes_of_a_block_are_those_of_vllms_allocation(groups: int) -> None
     assert f"{withheld:.1f} MiB) are shadow pages" in shadow.describe()
 
 
-def test_a_refused_engine_goes_on_with_all_its_blocks(engines: Engines) -> None:
+def test_refused_engine_keeps_all_blocks(engines: Engines) -> None:
     """With on_unsupported="vanilla": 4 concurrent requests need blocks that mode stage would have withheld."""
     nwor = {"mode": "stage", "on_unsupported": "vanilla"}
     result = engines.run(prompts(4), nwor=nwor, num_gpu_blocks_override=17, max_model_len=512, max_tokens=8)
@@ -127,9 +127,7 @@ def test_a_refused_engine_goes_on_with_all_its_blocks(engines: Engines) -> None:
         (TRITON_IMPL, FLASHINFER_IMPL, False, None),
     ],
 )
-def test_a_drafter_that_copies_the_targets_table_is_refused(
-    target: str, drafter: str, borrows: bool, refused: str | None
-) -> None:
+def test_drafter_with_copied_table_is_refused(target: str, drafter: str, borrows: bool, refused: str | None) -> None:
     """Its back end may differ from the target's (``attention_backend`` of the speculative configuration)."""
 
     def attention(impl: str) -> Any:
@@ -156,7 +154,7 @@ def test_a_drafter_that_copies_the_targets_table_is_refused(
         check_tables(runner, layers, borrowers)
 
 
-def test_a_shadow_page_in_a_request_is_an_error() -> None:
+def test_shadow_page_in_request_is_error() -> None:
     shadow = ShadowBlocks(num_blocks=20, groups=(0, 1), per_group=4, block_bytes=1)
     assert (shadow.first, shadow.of_group(0), shadow.of_group(1)) == (12, range(12, 16), range(16, 20))
 
@@ -217,7 +215,7 @@ def test_vllms_warm_up_uses_no_shadow_page(
     with pytest.raises(RuntimeError, match=r"the scheduler gave block 1\d to a request"):
         getattr(warmup, warm_up)(runner, *arguments)
     audit = CacheAudit([], max_num_tokens=512)
-    monkeypatch.setitem(plugin._sessions, runner, SimpleNamespace(shadow_blocks=shadow, audit=audit))
+    monkeypatch.setitem(plugin._sessions, runner, SimpleNamespace(shadow_blocks=shadow, listeners=(audit,)))
     monkeypatch.setattr(plugin, "_logger", logging.getLogger)
     with caplog.at_level(logging.INFO):
         getattr(warmup, warm_up)(runner, *arguments)
@@ -305,7 +303,7 @@ def test_a_draft_that_is_not_redirected_is_found(slot: int) -> None:
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("slot", [7, 8, 12])
-def test_a_draft_in_a_page_of_its_request_is_found_before_sampling(slot: int, recorded: bool) -> None:
+def test_draft_in_request_page_is_found(slot: int, recorded: bool) -> None:
     """This includes an accepted draft's row, because acceptance is not known yet, and a page that does not belong to
     the step."""
     step = Step(recorded)
@@ -321,7 +319,7 @@ def test_a_draft_in_a_page_of_its_request_is_found_before_sampling(slot: int, re
 @pytest.mark.parametrize(
     ("slot", "message"), [(8, "rejected drafts of group 0 left their rows in slots 8"), (7, "bytes")]
 )
-def test_a_commit_that_copies_too_much_or_wrongly_is_found(slot: int, message: str, recorded: bool) -> None:
+def test_wrong_copy_of_commit_is_found(slot: int, message: str, recorded: bool) -> None:
     step = Step(recorded)
     step.begin()
     step.forward()
@@ -343,7 +341,7 @@ def test_a_commit_that_forgets_a_row_is_found(recorded: bool) -> None:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_shadow_page_without_the_rows_before_the_step_is_found(recorded: bool) -> None:
+def test_shadow_page_without_committed_rows_is_found(recorded: bool) -> None:
     """Attention reads these rows there. Slot 5 is the last of them."""
     step = Step(recorded)
     step.begin()
@@ -355,7 +353,7 @@ def test_a_shadow_page_without_the_rows_before_the_step_is_found(recorded: bool)
         step.audit.forwarded("after the forward")
 
 
-def test_a_writer_that_goes_wrong_in_the_shadow_page_is_found_at_commit() -> None:
+def test_wrong_row_in_shadow_page_is_found() -> None:
     """The copied row differs from what vLLM's own writer would have written."""
     step = Step()
     step.begin()
@@ -368,7 +366,7 @@ def test_a_writer_that_goes_wrong_in_the_shadow_page_is_found_at_commit() -> Non
 
 
 @pytest.mark.parametrize("earlier", ["nothing", "a step"])
-def test_a_layer_that_a_failed_forward_did_not_reach(earlier: str) -> None:
+def test_layer_unreached_by_failed_forward(earlier: str) -> None:
     """Cancel copies the contents of the shadow page, whatever they are: these slots may hold anything."""
     step = Step()
     if earlier == "a step":

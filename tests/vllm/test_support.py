@@ -38,7 +38,7 @@ def engine(method: str = "ngram", **found: Any) -> Any:
 
 
 @pytest.mark.parametrize("document", support_tables.DOCUMENTS, ids=lambda path: path.name)
-def test_the_tables_of_the_documents_are_up_to_date(document: Path) -> None:
+def test_tables_of_documents_are_up_to_date(document: Path) -> None:
     text = document.read_text()
     assert support_tables.filled(document, text) == text, "run python tools/support_tables.py"
 
@@ -169,7 +169,7 @@ def parallel_cases() -> list[gpu_cases.Case]:
     return [*module.TENSOR, *module.PIPELINE, *module.DATA, *module.NODES]
 
 
-def test_every_case_with_several_gpus_is_in_the_table() -> None:
+def test_table_has_every_case_with_gpus() -> None:
     named = {name for mode in PARALLEL_MODES for name in (*mode.v2, *mode.v1)}
     assert named == {case.name for case in parallel_cases()}
 
@@ -215,7 +215,7 @@ def test_a_missing_case_is_found() -> None:
     assert [name for name in named if not fnmatch.filter(cases, name)] == ["v2-gone", "v2-gone-stage"]
 
 
-def test_a_case_that_did_not_pass_is_listed_as_not_tested() -> None:
+def test_failed_case_is_listed_as_not_tested() -> None:
     mode = ParallelMode("some", v2=("passed", "not-run"), notes={"v2": "a note"})
     assert support_tables._ran(mode, "v2", {"passed"}) == "tested: `passed`; not tested: `not-run`; a note"
     assert "tp2-ngram-v2" in support_tables.passed_cases()
@@ -233,7 +233,7 @@ def test_all_reasons_of_a_refusal_are_named() -> None:
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.feature)
-def test_a_refusal_has_a_reason_and_a_message_that_can_be_formatted(refusal: Refusal) -> None:
+def test_each_refusal_has_reason_and_message(refusal: Refusal) -> None:
     assert refusal.reasons()
     assert any(refusal.why(use) for use in LABELS)
     names = [name for _, name, _, _ in string.Formatter().parse(refusal.message) if name]
@@ -280,7 +280,7 @@ def test_connectors_that_are_not_refused(mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, connector in CONNECTORS.items() if not connector.in_order])
-def test_connectors_that_do_not_read_in_order_are_refused_with_async_scheduling(name: str) -> None:
+def test_unordered_connectors_are_refused_with_async_scheduling(name: str) -> None:
     check_connectors(with_connector(name), "stage")
     with pytest.raises(
         Unsupported, match=f"^KV connector {name} with async scheduling: .*; use mode stage or --no-async"
@@ -377,7 +377,7 @@ def test_settings_of_connectors_that_one_state_refuses(name: str, reason: str, e
             check_state_connectors(config)
 
 
-def test_a_custom_connector_must_declare_that_it_reads_complete_states() -> None:
+def test_custom_connector_must_declare_complete_states() -> None:
     for name, module, reason in (
         ("SilentConnector", "export_connector", "it does not declare when it reads the cache"),
         ("ExportConnector", "export_connector", "it does not declare which states .* sets reads_complete_states"),
@@ -387,7 +387,7 @@ def test_a_custom_connector_must_declare_that_it_reads_complete_states() -> None
     check_state_connectors(with_connector("StateConnector", module="state_connector"))
 
 
-def test_the_models_of_the_gpu_cases_can_be_written(tmp_path: Path) -> None:
+def test_models_of_gpu_cases_can_be_written(tmp_path: Path) -> None:
     """Every model that a case names can be created, also without a GPU."""
     models = tiny_models.write_models(tmp_path)
     cases = [

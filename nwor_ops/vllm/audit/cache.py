@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.vllm.audit.images import Images, bytes_of, elements, pages, positions, unmarked
+from nwor_ops.vllm.audit.images import Images, bytes_of, pages, unmarked
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
 from nwor_ops.vllm.step_listener import StepListener
-from nwor_ops.vllm.transaction.layers.target import TargetLayer, same_place
+from nwor_ops.vllm.transaction.layers.target import TargetLayer, elements, positions, same_place
 
 FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
 
@@ -125,8 +125,6 @@ class CacheAudit(StepListener):
         recurrent: the groups of recurrent layers of a hybrid model, which do not belong to the transaction.
     """
 
-    needs_begin = needs_rows = True
-
     def __init__(
         self,
         layers: list[TargetLayer],
@@ -218,17 +216,7 @@ class CacheAudit(StepListener):
                 self._step.touched[address] = bytes_of(storage) != bytes_of(self._before[address])
 
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        """Compare the cache after the step.
-
-        Args:
-            num_sampled: returns the number of tokens that vLLM sampled for each request. None if the window was
-                cancelled; then every draft counts as rejected.
-            undone: whether rejected drafts must be undone. If False, their rows are only counted: a vanilla step leaves
-                them by design. A change anywhere else is an error in both cases.
-
-        Raises:
-            AuditError: the cache does not hold the expected bytes.
-        """
+        """Compare the cache after the step."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -326,9 +314,6 @@ class CacheAudit(StepListener):
 
         Returns:
             The slots in ``rejected`` that hold other bytes, by group.
-
-        Raises:
-            AuditError: another byte is wrong.
         """
         rejected = rejected or {}
         stale: dict[str, set[int]] = {group: set() for group in rejected}

@@ -23,11 +23,7 @@ _not_audited: weakref.WeakKeyDictionary[Session, str] = weakref.WeakKeyDictionar
 
 
 def audit_cache(session: Session, others_write: bool = False, recurrent: Sequence[RecurrentGroup] = ()) -> CacheAudit:
-    """Subscribe the audit of a session's mode. The other arguments are those of :class:`CacheAudit`.
-
-    Raises:
-        Unsupported: this engine cannot be audited.
-    """
+    """Subscribe the audit of a session's mode. The other arguments are those of :class:`CacheAudit`."""
     layers, tokens = list(session.layers.values()), session.max_num_tokens
     audit = CacheAudit(layers, tokens, others_write, recurrent)
     if session.windows > 1:

@@ -54,11 +54,7 @@ class PipelineAudit(CacheAudit):
         """Do nothing: :meth:`deferred` is called at the end of the forward."""
 
     def deferred(self, deferred: Any) -> None:
-        """Compare the cache at the end of a forward. All rows of a step without a window are settled.
-
-        Raises:
-            AuditError: the forward changed anything but its rows.
-        """
+        """Compare the cache at the end of a forward. All rows of a step without a window are settled."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -75,11 +71,7 @@ class PipelineAudit(CacheAudit):
         self._count_step(step)
 
     def undone(self, deferred: Any, requests: Sequence[int]) -> None:
-        """Compare the cache after the drafts of some requests were undone.
-
-        Raises:
-            AuditError: a row of these drafts is still there.
-        """
+        """Compare the cache after the drafts of some requests were undone."""
         step, records = self._deferred[deferred]
         tokens = [token for request in requests for token in step.drafts(request)]
         self._count_visible(step, tokens)
@@ -87,11 +79,7 @@ class PipelineAudit(CacheAudit):
         self._compare_now(step, "when requests ended")
 
     def settled(self, deferred: Any, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        """Compare the cache after a window was settled. If it was not ``undone``, the cache is taken as it is.
-
-        Raises:
-            AuditError: the cache holds other rows of that step than the accepted ones.
-        """
+        """Compare the cache after a window was settled. If it was not ``undone``, the cache is taken as it is."""
         step, records = self._deferred.pop(deferred)
         rejected = self._rejected_tokens(step, None if num_sampled is None else num_sampled()) if undone else []
         self._write(self._settled, records, dict.fromkeys(step.slot_mappings, rejected))

@@ -66,14 +66,7 @@ class StateAudit(StepListener, RecurrentListener):
         return dict(self._counts)
 
     def forwarded(self, moment: str) -> None:
-        """Compare the windows that were planned since the last call. Call it after a forward.
-
-        Args:
-            moment: not used.
-
-        Raises:
-            AuditError: a state is wrong, or a request of the batch has no window.
-        """
+        """Compare the windows that were planned since the last call. Call it after a forward."""
         ran = [builder for builder in self._builders if builder.take_planned()]
         self._counts["steps"] += bool(ran)
         for builder in ran:
@@ -101,33 +94,14 @@ class StateAudit(StepListener, RecurrentListener):
                     self._counts["rows_reapplied"] += rows
 
     def folded(self, group: Any, plan: Tensor, counted: str = "folds") -> None:
-        """Compare the targets of a fold. A fold of zero rows is a copy.
-
-        Args:
-            group: the layers of a KV-cache group.
-            plan: the plan of the fold, int32 ``[E, 4]``.
-            counted: name of the count to increase.
-
-        Raises:
-            AuditError: a state is wrong.
-        """
+        """Compare the targets of a fold. A fold of zero rows is a copy."""
         for row in plan.tolist():
             if row[3]:
                 self._compare(group, row, keep=True)
                 self._counts[counted] += 1
 
     def exported(self, layer: Any, checkpoint: Any, emitted: Tensor, rows: Tensor | None) -> None:
-        """Compare the checkpoints of one layer that vLLM just wrote.
-
-        Args:
-            layer: a layer with one state per request.
-            checkpoint: vLLM's metadata, with the block and the offset of each checkpoint.
-            emitted: the states that the prefill kernel computed.
-            rows: index in ``emitted`` of each checkpoint. None: they are in the same order.
-
-        Raises:
-            AuditError: a block does not hold the emitted state, or has rows pending.
-        """
+        """Compare the checkpoints of one layer that vLLM just wrote."""
         states, cursors = layer.kv_cache[1], self._group_of(layer).cursors.table
         blocks, offsets = checkpoint.state_indices.tolist(), checkpoint.checkpoint_offsets.tolist()
         places = range(len(blocks)) if rows is None else rows.tolist()
@@ -149,12 +123,7 @@ class StateAudit(StepListener, RecurrentListener):
             self._counts["checkpoints"] += 1
 
     def assigned(self, blocks: Iterable[int], may_be_loaded: bool = False) -> None:
-        """Forget the windows of blocks that get a new owner.
-
-        Args:
-            blocks: new blocks, and blocks that a prefix-cache hit shares.
-            may_be_loaded: a KV connector may have loaded other states to these blocks.
-        """
+        """Forget the windows of blocks that get a new owner."""
         for block in blocks:
             for name in self._names():
                 self._kept.pop((name, block), None)
@@ -175,11 +144,7 @@ class StateAudit(StepListener, RecurrentListener):
         self.forwarded("before the ends of prompts are folded")
 
     def moved(self, group: Any, plan: Tensor) -> None:
-        """Follow states that moved to another block with their pending rows. 0: no move.
-
-        Raises:
-            AuditError: a state or a record in a target has other bytes than that in its source.
-        """
+        """Follow states that moved to another block with their pending rows. 0: no move."""
         for source, _, _, target in plan.tolist():
             if not source or not target:
                 continue

@@ -58,13 +58,7 @@ class RecurrentGroup:
         return named - {_NULL_BLOCK}
 
     def mark(self, blocks: set[int], marked: Tensor, address: int) -> int:
-        """Set the bytes of the states in these blocks, and in block 0, to 1. Return their number.
-
-        Args:
-            blocks: numbers of blocks of this group.
-            marked: a mask of the storage at `address`. Only the states in that storage are marked.
-            address: address of a storage with caches.
-        """
+        """Set the bytes of the states in these blocks, and in block 0, to 1. Return their number."""
         numbers = torch.tensor([_NULL_BLOCK, *sorted(blocks)], device=marked.device)
         states = [state for state in self.states if state.untyped_storage().data_ptr() == address]
         for state in states:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from nwor_ops.vllm.audit.cache import SHADOW, AuditedStep, AuditError, CacheAudit, listed
-from nwor_ops.vllm.audit.images import Images, elements, pages, positions, unmarked
+from nwor_ops.vllm.audit.images import Images, pages, unmarked
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
-from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.layers.target import TargetLayer, elements, positions
 
 
 class StageAudit(CacheAudit):
@@ -56,11 +56,7 @@ class StageAudit(CacheAudit):
     # ------------------------------------------------------------ events of the session
 
     def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
-        """Check that every draft of the window was redirected.
-
-        Raises:
-            AuditError: a draft names a slot outside the shadow pages.
-        """
+        """Check that every draft of the window was redirected."""
         step = self._step
         if step is None:
             return
@@ -84,12 +80,7 @@ class StageAudit(CacheAudit):
         self._redirected = {}
 
     def forwarded(self, moment: str) -> None:
-        """Compare the cache before the window ends.
-
-        Raises:
-            AuditError: a shadow page lacks the committed rows that attention reads, or a page outside the shadow pages
-                holds a row that is not committed yet.
-        """
+        """Compare the cache before the window ends."""
         super().forwarded(moment)
         step = self._step
         if step is None or not self._redirected:

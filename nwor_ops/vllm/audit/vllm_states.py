@@ -57,8 +57,6 @@ class VllmStateAudit(StepListener):
             prefix caching vLLM copies states to other blocks, and the second comparison is left out.
     """
 
-    needs_begin = True
-
     def __init__(self, names: Mapping[int, str], groups: Sequence[RecurrentGroup], blocks_stay: bool = True) -> None:
         self._names, self._groups, self._blocks_stay = names, groups, blocks_stay
         self._kept: dict[tuple[str, int], Tensor] = {}  # by layer and first block: the states after each token
@@ -115,11 +113,7 @@ class VllmStateAudit(StepListener):
     # ------------------------------------------------------------ a layer
 
     def watched(self, call: LayerCall, compute: Callable[[], Result]) -> Result:
-        """Run vLLM's kernel for the windows of a layer, and compare the states before and after it.
-
-        Raises:
-            AuditError: a count or a state is wrong.
-        """
+        """Run vLLM's kernel for the windows of a layer, and compare the states before and after it."""
         name, states = self._names[call.A_log.data_ptr()], call.states
         windows = call.windows()
         read = []

@@ -35,11 +35,7 @@ def worker_connector() -> Any | None:
 
 
 class ConnectorAttachment(StepListener):
-    """Delay one connector's exports until the commit.
-
-    Args:
-        runner: vLLM's V1 or V2 runner, after its cache is bound.
-    """
+    """Delay one connector's exports until the commit."""
 
     # Patched methods of the connector. The method of the same name of this class is called instead. Its first argument
     # is the connector's bound method.
@@ -56,14 +52,7 @@ class ConnectorAttachment(StepListener):
         self._exports: list[tuple[Callable[[], None], Any]] = []
 
     def check_tables(self, table_copies: dict[str, str]) -> None:
-        """Check that no export in attention uses a block table that mode ``"stage"`` redirected.
-
-        Args:
-            table_copies: back ends by target layer, for the layers whose metadata has a copy of the block table.
-
-        Raises:
-            Unsupported: a connector exports in attention, and a layer has such a copy.
-        """
+        """Check that no export in attention uses a block table that mode ``"stage"`` redirected."""
         for layer, impl in table_copies.items() if self.layer_wise else ():
             raise EXPORTED_TABLE.because(name=self.layer_wise[0], layer=layer, impl=impl)
 
@@ -72,7 +61,7 @@ class ConnectorAttachment(StepListener):
         self.session = session
         if self.layer_wise:
             session.subscribe(self)
-        if session.listeners_of("loading") or session.shadow_blocks is not None:
+        if session.notifies("loading") or session.shadow_blocks is not None:
             self.patched += ("start_load_kv", "wait_for_layer_load") if self.layer_wise else ("start_load_kv",)
 
     # ------------------------------------------------------------ patches of the connector's methods

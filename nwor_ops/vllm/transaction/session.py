@@ -1,7 +1,7 @@
 """Session: runs the transaction of each step, for both model runners of vLLM.
 
 A runner attachment (``runners.v1``, ``runners.v2``) turns its runner's objects into a :class:`Step` and calls
-:meth:`Session.begin` and :meth:`Session.commit`. In mode ``"cow"``, :meth:`Session.write` replaces the writer of each
+:meth:`Session.begin` and :meth:`Session.commit`. In mode ``"cow"``, :meth:`Session.writer` replaces the writer of each
 target layer. In mode ``"stage"``, ``begin`` redirects the step to shadow pages, and the writers stay as they are.
 
 The session notifies its listeners, for example an audit, of each event of a step
@@ -78,7 +78,6 @@ class Session:
         host_seconds: time that the host has spent in :meth:`begin` and :meth:`commit` since vLLM's warm-up.
         errors: counts the errors of this session.
         listeners: the objects that are notified of each event, in this order.
-        needs_begin: whether a listener needs the inputs of each step on the host.
         patches: the patches of the runner, its target layers and its KV connector.
     """
 
@@ -99,7 +98,6 @@ class Session:
         self.mode = config.mode
         self.shadow_blocks = shadow_blocks
         self.layers = {layer.name: layer for layer in layers}
-        self._addresses = {name: layer.kv_cache.data_ptr() for name, layer in self.layers.items()}
         self._logger = logger
         self._step: Step | None = None
         self.begun = 0  # number of windows, counted on the host before the device counts them
@@ -139,7 +137,6 @@ class Session:
         for layer in layers:
             manager.register_layer(layer.name, layer.cache, layer.group)
         manager.allocate()
-        self._writers = {name: manager.writer(name) for name in manager.layer_names}
         return manager
 
     def bind(self, layout: Layout) -> None:
@@ -152,26 +149,22 @@ class Session:
         """Notify a listener of each event from now on, after all earlier listeners."""
         self._set_listeners((*self.listeners, listener))
 
-    def unsubscribe(self, listener: StepListener) -> None:
-        """Stop notifying a listener."""
-        self._set_listeners(tuple(other for other in self.listeners if other is not listener))
-
     def _set_listeners(self, listeners: tuple[StepListener, ...]) -> None:
-        self.listeners, self.needs_begin = listeners, any(listener.needs_begin for listener in listeners)
+        self.listeners = listeners
         # In a cold cache each call of an empty method costs the host some us. A listener hears few events.
         self._listeners_of = {
             event: tuple(one for one in listeners if getattr(type(one), event) is not getattr(StepListener, event))
             for event in _EVENTS
         }
 
-    def listeners_of(self, event: str) -> tuple[StepListener, ...]:
-        """Return the listeners that override a method of :class:`StepListener`."""
-        return self._listeners_of[event]
+    def notifies(self, event: str) -> bool:
+        """Return whether a listener overrides this method of :class:`StepListener`."""
+        return bool(self._listeners_of[event])
 
     @property
     def patches_writers(self) -> bool:
-        """Whether the writes of the target layers must go through :meth:`write`."""
-        return self.mode != "stage" or any(listener.needs_rows for listener in self.listeners)
+        """Whether the writes of the target layers must go through :meth:`writer`."""
+        return self.mode != "stage" or self.notifies("record")
 
     # ------------------------------------------------------------ one step
 
@@ -242,28 +235,47 @@ class Session:
         for listener in self._listeners_of["loaded"]:
             listener.loaded()
 
-    def write(self, name: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any) -> None:
-        """Replace a layer's own writer; the arguments are the same.
+    def writer(self, name: str) -> Callable[..., None]:
+        """Return the function that replaces a layer's own writer.
 
-        Python runs this at each step of an eager or piecewise-compiled forward. For a graph of the whole forward it
-        runs once, at capture time and outside any window: each replay inside a window then logs the rows. A replay in a
-        step without drafts logs rows that are never restored.
+        Its arguments are the layer, which it ignores, and those of the own writer. Python runs it at each step of an
+        eager or piecewise-compiled forward. For a graph of the whole forward it runs once, at capture time and outside
+        any window: each replay inside a window then logs the rows. A replay in a step without drafts logs rows that are
+        never restored.
         """
-        layer = self.layers[name]
-        for listener in self._listeners_of["record"]:
-            if listener.needs_rows:
+        layer, address = self.layers[name], self.layers[name].kv_cache.data_ptr()
+        log = self.manager.writer(name) if self.manager is not None and self.mode == "cow" else None
+
+        def write(
+            attention: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any
+        ) -> None:
+            for listener in self._listeners_of["record"]:
                 listener.record(name, key, value, slot_mapping, self._token_offset(layer.group, slot_mapping), rest)
-        in_window = self._step is not None or (self.manager is not None and is_capturing(slot_mapping))
-        logs = in_window and self.mode == "cow"
-        if not logs or not self._log(layer, key, value, kv_cache, slot_mapping):
+            if log is not None and (self._step is not None or is_capturing(slot_mapping)):
+                try:
+                    if kv_cache.data_ptr() != address:
+                        raise RuntimeError(
+                            f"the KV cache of layer {name} moved to another address after the engine started"
+                        )
+                    offset = self._token_offset(layer.group, slot_mapping)
+                    if layer.fused:
+                        k_scale, v_scale = layer.scales() if layer.scales is not None else (None, None)
+                        log.write(key, value, slot_mapping, k_scale, v_scale, layer.kv_cache_dtype, offset)
+                        return
+                    log.log(slot_mapping, offset)
+                except Exception as error:
+                    if is_capturing(slot_mapping):
+                        raise CannotContinue.because(
+                            f"write failed while a CUDA graph was captured: {error}",
+                            f"no replay of this graph would log the drafts of layer {name}",
+                        ) from error
+                    self.go_on_without("write", error)
             layer.own_writer(key, value, kv_cache, slot_mapping, *rest)
 
-    def forwarded(self, moment: str) -> None:
-        """Notify the listeners that the forward is over. Call it after the forward, and again before sampling.
+        return write
 
-        Args:
-            moment: when it is called, for messages.
-        """
+    def forwarded(self, moment: str) -> None:
+        """Notify the listeners that the forward is over. Call it after the forward, and again before sampling."""
         for listener in self._listeners_of["forwarded"]:
             listener.forwarded(moment)
 
@@ -295,15 +307,13 @@ class Session:
     def observe(self, step: Step) -> None:
         """Notify the listeners that a step began. A step without drafts needs nothing else."""
         self.close_interrupted()
-        if not self.needs_begin:
+        if not self.notifies("begin"):
             return
-        query_start_loc, num_draft_tokens = step.on_host()
+        layout, (query_start_loc, num_draft_tokens) = self.layout, step.on_host()
         for listener in self._listeners_of["begin"]:
-            if listener.needs_begin:
-                listener.begin(
-                    query_start_loc, num_draft_tokens, self.layout.slot_mappings, self.layout.block_tables,
-                    step.window.seq_lens,
-                )  # fmt: skip
+            listener.begin(
+                query_start_loc, num_draft_tokens, layout.slot_mappings, layout.block_tables, step.window.seq_lens
+            )
 
     def defer(self) -> Deferred | None:
         """End a step on a pipeline rank that does not sample.
@@ -323,34 +333,17 @@ class Session:
         return deferred
 
     def settle(self, deferred: Deferred, num_rejected: Tensor, num_sampled: Callable[[], list[int]]) -> None:
-        """End a deferred window, once the outcome of its step is known.
-
-        Args:
-            deferred: what :meth:`defer` returned.
-            num_rejected: number of rejected draft tokens per request, on the device.
-            num_sampled: as in :meth:`commit`.
-        """
-        try:
-            self._deferring_manager.settle(deferred, num_rejected)
-        except Exception as error:
-            self._forget(deferred, "settle", error)
-            return
-        self._notify_settled(deferred, num_sampled, True)
+        """End a deferred window, once the outcome of its step is known."""
+        if self._call(deferred, "settle", lambda manager: manager.settle(deferred, num_rejected)):
+            self._notify_settled(deferred, num_sampled, True)
 
     def undo(self, deferred: Deferred, requests: Sequence[int]) -> bool:
         """Undo the drafts of some requests in a deferred window, before their blocks are reused.
 
-        Args:
-            deferred: what :meth:`defer` returned.
-            requests: positions of the requests in the batch of that step.
-
         Returns:
             Whether the window is still deferred. It is not if undoing failed.
         """
-        try:
-            self._deferring_manager.undo(deferred, requests)
-        except Exception as error:
-            self._forget(deferred, "undo", error)
+        if not self._call(deferred, "undo", lambda manager: manager.undo(deferred, requests)):
             return False
         for listener in self._listeners_of["undone"]:
             listener.undone(deferred, requests)
@@ -358,25 +351,26 @@ class Session:
 
     def cancel_deferred(self, deferred: Deferred) -> None:
         """Undo all drafts of a deferred window whose outcome will never arrive."""
-        try:
-            self._deferring_manager.cancel_deferred(deferred)
-        except Exception as error:
-            self._forget(deferred, "cancel", error)
-            return
-        self._count(_CANCELLED, "a step ended without sampling; its drafts were undone")
-        self._notify_settled(deferred, None, True)
+        if self._call(deferred, "cancel", lambda manager: manager.cancel_deferred(deferred)):
+            self._count(_CANCELLED, "a step ended without sampling; its drafts were undone")
+            self._notify_settled(deferred, None, True)
 
     @property
     def _deferring_manager(self) -> InFlightManager:
         assert isinstance(self.manager, InFlightManager)
         return self.manager
 
-    def _forget(self, deferred: Deferred, moment: str, error: Exception) -> None:
-        """Go on after an error as :meth:`go_on_without` does. The drafts of that window stay, and are never undone."""
-        with contextlib.suppress(RuntimeError):  # the manager has already forgotten it
-            self._deferring_manager.forget(deferred)
-        self._notify_settled(deferred, None, False)
-        self.go_on_without(moment, error)
+    def _call(self, deferred: Deferred, moment: str, call: Callable[[InFlightManager], None]) -> bool:
+        """Return whether a call for a deferred window worked. If not, the window is forgotten, and its drafts stay."""
+        try:
+            call(self._deferring_manager)
+        except Exception as error:
+            with contextlib.suppress(RuntimeError):  # the manager has already forgotten it
+                self._deferring_manager.forget(deferred)
+            self._notify_settled(deferred, None, False)
+            self.go_on_without(moment, error)
+            return False
+        return True
 
     def after_failure(self, close: Callable[[], None]) -> None:
         """Close the window of a step that failed. The original exception propagates; an error while closing is only
@@ -476,28 +470,6 @@ class Session:
         for listener in self._listeners_of["settled"]:
             listener.settled(deferred, num_sampled, undone)
 
-    def _log(self, layer: TargetLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> bool:
-        """Log the rows that a layer is about to overwrite. If our kernel also writes the new rows, return True."""
-        name, writer = layer.name, self._writers[layer.name]
-        try:
-            if kv_cache.data_ptr() != self._addresses[name]:
-                raise RuntimeError(f"the KV cache of layer {name} moved to another address after the engine started")
-            offset = self._token_offset(layer.group, slot_mapping)
-            if not layer.fused:
-                writer.log(slot_mapping, offset)
-                return False
-            k_scale, v_scale = layer.scales() if layer.scales is not None else (None, None)
-            writer.write(key, value, slot_mapping, k_scale, v_scale, layer.kv_cache_dtype, offset)
-            return True
-        except Exception as error:
-            if is_capturing(slot_mapping):
-                raise CannotContinue.because(
-                    f"write failed while a CUDA graph was captured: {error}",
-                    f"no replay of this graph would log the drafts of layer {name}",
-                ) from error
-            self.go_on_without("write", error)
-            return False
-
     def _token_offset(self, group: str, slot_mapping: Tensor) -> int:
         """Return the position in the batch at which a slot mapping starts: 0, or the start of a micro-batch's slice.
 
@@ -524,10 +496,6 @@ class Session:
         Args:
             moment: the part of the step that failed, for example "begin".
             error: the error.
-
-        Raises:
-            RuntimeError: the settings ask to stop.
-            CannotContinue: the window could not be closed.
         """
         self._step = None
         try:

@@ -78,11 +78,7 @@ class ShadowBlocks:
         )
 
     def check(self, scheduler_output: Any) -> None:
-        """Check the block ids that the scheduler gave to requests.
-
-        Raises:
-            RuntimeError: one of them is a shadow page, so the scheduler's process did not withhold them.
-        """
+        """Check the block ids that the scheduler gave to requests."""
         cached = scheduler_output.scheduled_cached_reqs
         for by_group in (*(new.block_ids for new in scheduler_output.scheduled_new_reqs), *cached.new_block_ids):
             for block_ids in by_group or ():
@@ -94,16 +90,7 @@ class ShadowBlocks:
 
 
 def shadow_blocks(vllm_config: Any, kv_cache_config: Any) -> ShadowBlocks:
-    """Compute the shadow pages of a cache in mode ``"stage"``.
-
-    Args:
-        vllm_config: the engine's configuration.
-        kv_cache_config: the whole cache, as vLLM sized it.
-
-    Raises:
-        Unsupported: too few blocks would be left for one request of the maximum length, or no layer is an attention
-            layer.
-    """
+    """Compute the shadow pages of a cache in mode ``"stage"``."""
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -179,10 +166,6 @@ def patch_warmup_module(module: ModuleType, shadow_blocks_of: Callable[[Any], Sh
     """Patch vLLM's warm-up of a V2 runner so that it uses no shadow page.
 
     The warm-up invents as many requests as the runner's cache has blocks for.
-
-    Args:
-        module: ``vllm.v1.worker.gpu.warmup``.
-        shadow_blocks_of: returns the shadow pages of a runner, or None.
     """
 
     def decorator(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,13 @@
 """Minutes of load on a hybrid model with one recurrent state per request and the transaction, on a GPU.
 
-An ``AsyncLLM``, ``vllm serve`` and an ``AsyncLLM`` of vanilla vLLM run at the same time, with 64 clients each, prefix
-caching, preemption, aborts and mixed temperatures.
+A server with our features and one of vanilla vLLM run at the same time, with 64 clients each, prefix caching,
+preemption, aborts and mixed temperatures.
 For ten minutes: ``pytest tests/gpu/vllm/test_soak_gpu.py --soak-seconds 600``.
 """
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,8 +15,6 @@ import pytest
 import soak
 from engine_pool import SERVER_ENVIRONMENT
 from readme_serve import readme_commands
-
-from nwor_ops.testing.server import PROGRAM
 
 CLIENTS = 64
 # Blocks for about half of the clients.
@@ -37,7 +36,6 @@ def found(engines: Any, request: pytest.FixtureRequest) -> dict[str, dict[str, A
     words = [*command.with_models(MODEL=engines.models["gdn_mtp"]), *SMALL_CACHE]
     plans = {
         name: soak.Plan(
-            program=list(PROGRAM) if name == "http" else [],
             words=words,
             environment=SERVER_ENVIRONMENT | command.environment | environment,
             log=str(engines.logs / f"soak-{name}.log"),
@@ -47,22 +45,20 @@ def found(engines: Any, request: pytest.FixtureRequest) -> dict[str, dict[str, A
             drafts=command.drafts,
         )
         for name, environment in {
-            "async": {"VLLM_NWOR_MODE": "cow"},
-            "http": {"VLLM_NWOR_MODE": "cow"},
+            "ours": {"VLLM_NWOR_MODE": "cow"},
             "vanilla": {"VLLM_NWOR": "off"},
         }.items()
     }
     with ThreadPoolExecutor(len(plans)) as pool:
-        return dict(zip(plans, pool.map(soak.run_in_process, plans.values()), strict=True))
+        return dict(zip(plans, pool.map(lambda plan: asyncio.run(soak.run(plan)), plans.values()), strict=True))
 
 
 def recorded(result: dict[str, Any]) -> dict[str, Any]:
     return {"requests": result["requests"], "totals": result["totals"], "memory": result["memory"][::8]}
 
 
-@pytest.mark.parametrize("name", ["async", "http"])
-def test_soak(name: str, found: dict[str, dict[str, Any]], record: dict[str, Any]) -> None:
-    result = found[name]
+def test_soak(found: dict[str, dict[str, Any]], record: dict[str, Any]) -> None:
+    result = found["ours"]
     record |= recorded(result)
     record["answers_differ"] = result["answers_differ"]
     assert soak.problems(result) == []
@@ -78,4 +74,4 @@ def test_host_memory_grows_like_vanillas(found: dict[str, dict[str, Any]], recor
         early, late = soak.growth(result["memory"], "host_mib")
         grown[name] = late - early
     record["grown_mib"] = grown
-    assert max(grown["async"], grown["http"]) <= grown["vanilla"] + MORE_THAN_VANILLA_MIB
+    assert grown["ours"] <= grown["vanilla"] + MORE_THAN_VANILLA_MIB

@@ -94,9 +94,6 @@ def target_layers(runner: Any, drafter_layers: set[str], mode: str) -> list[Targ
         runner: a model runner of either generation, with its cache bound.
         drafter_layers: the drafter's own layers, which are left out.
         mode: the transaction mode. In ``"stage"`` only the position of a write matters, not its writer.
-
-    Raises:
-        Unsupported: the cache of a layer does not consist of token slots, or its writer is unknown.
     """
     context = runner.compilation_config.static_forward_context
     layers = []
@@ -121,9 +118,6 @@ def check_tables(runner: Any, layers: list[TargetLayer], borrowers: set[str]) ->
         layers: the target layers.
         borrowers: layers of a drafter that attend with metadata of the target's step, which was built while the tables
             named shadow pages. Their back end may differ from the target's.
-
-    Raises:
-        Unsupported: a page has another size than a block of the tables, or a drafter would read shadow pages.
     """
     for layer in layers:
         page = layer.cache.planes[0].view.shape[1]
@@ -135,13 +129,7 @@ def check_tables(runner: Any, layers: list[TargetLayer], borrowers: set[str]) ->
 
 
 def table_copies(runner: Any, layers: list[TargetLayer], borrowers: Iterable[str] = ()) -> dict[str, str]:
-    """Return the layers whose metadata copies the runner's block table, with their back ends.
-
-    Args:
-        runner: a model runner of either generation.
-        layers: the target layers.
-        borrowers: as in :func:`check_tables`.
-    """
+    """Return the layers whose metadata copies the runner's block table, with their back ends."""
     context = runner.compilation_config.static_forward_context
     names = (*(layer.name for layer in layers), *sorted(borrowers))
     impls = {name: qualified_name(context[name].impl) for name in names}
@@ -165,11 +153,7 @@ Maker = Callable[[str, str, Any, torch.dtype], TargetLayer]
 
 
 def maker_of(name: str, attention: Any) -> Maker:
-    """Return the function that describes a layer of this class and back end. The layer's cache need not exist.
-
-    Raises:
-        Unsupported: they are not known.
-    """
+    """Return the function that describes a layer of this class and back end. The layer's cache need not exist."""
     layer_class, impl = qualified_name(attention), qualified_name(getattr(attention, "impl", None))
     makers: dict[tuple[str, str], Maker] = {
         (_ATTENTION, CPU_IMPL): _cpu_layer,
@@ -199,9 +183,11 @@ def _cpu_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype)
     own_writer = functools.partial(type(attention.impl).do_kv_cache_update, attention.impl, attention)
     page_offsets = cpu_pages.learn_pages(own_writer, attention.kv_cache, source_dtype)
     writable = page_offsets is None and attention.impl.kv_cache_dtype == "auto"
-    cpu_pages.verify_pages(own_writer, attention.kv_cache, page_offsets, source_dtype, writable)
-    cache = cpu_pages.layer_cache(attention.kv_cache, page_offsets, writable)
-    return TargetLayer(name, group, attention.kv_cache, cache, own_writer, fused=writable)
+    planes = functools.partial(cpu_pages.layer_cache, page_offsets=page_offsets, writable=writable)
+    _, heads, _, width = attention.kv_cache.shape
+    rows = trial.Rows(((heads, width // 2), (heads, width // 2)), source_dtype, attention.kv_cache.device)
+    trial.check_slots(own_writer, planes, attention.kv_cache, rows)
+    return TargetLayer(name, group, attention.kv_cache, planes(attention.kv_cache), own_writer, fused=writable)
 
 
 def _packed_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:

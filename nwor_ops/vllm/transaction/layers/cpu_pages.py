@@ -45,10 +45,6 @@ def learn_pages(write: Writer, like: Tensor, source_dtype: torch.dtype) -> Tenso
     Returns:
         None if the order is that of :func:`strided_pages`. Otherwise int32 ``[N, 2 * D]``: the position in the page of
         each element of each slot's key and value.
-
-    Raises:
-        ValueError: the writer writes an element twice, not at all, or outside the block.
-        Unsupported: the writer would write elements of another size, so it is not run.
     """
     if 1 < like.element_size() != source_dtype.itemsize:  # one byte: fp8, to which the writer converts
         raise OTHER_SIZE.because(source=source_dtype, cache=like.dtype)
@@ -76,16 +72,7 @@ def learn_pages(write: Writer, like: Tensor, source_dtype: torch.dtype) -> Tenso
 
 
 def layer_cache(kv_cache: Tensor, page_offsets: Tensor | None, writable: bool) -> LayerCache:
-    """Return the planes of one layer.
-
-    Args:
-        kv_cache: ``[B, H, N, 2 * D]`` as vLLM binds it.
-        page_offsets: the result of :func:`learn_pages`.
-        writable: whether our writer may fill the planes (strided pages without quantization).
-
-    Raises:
-        ValueError: the pages are not contiguous.
-    """
+    """Return the planes of one layer."""
     if kv_cache.stride(3) != 1 or kv_cache.stride(2) != kv_cache.shape[3]:
         raise ValueError(f"CPU cache pages must be contiguous, got strides {kv_cache.stride()}")
     if page_offsets is not None:
@@ -97,52 +84,3 @@ def layer_cache(kv_cache: Tensor, page_offsets: Tensor | None, writable: bool) -
 def _written(scratch: Tensor) -> Tensor:
     """Return a mask of the elements of a cache of zeros that are no longer zero."""
     return scratch.view(torch.uint8 if scratch.element_size() == 1 else scratch.dtype) != 0
-
-
-def _slot_elements(kv_cache: Tensor, cache: LayerCache, slot: int) -> Tensor:
-    """Return the elements that belong to a slot according to the planes: bool, with the shape of ``kv_cache``."""
-    marked = torch.zeros_like(kv_cache, dtype=torch.int8)
-    block, offset = divmod(slot, kv_cache.shape[2])
-    for plane in cache.planes:
-        view = plane.view
-        if plane.page_offsets is not None:
-            marked.reshape(*kv_cache.shape[:2], -1)[block][:, plane.page_offsets[offset].long()] = 1
-            continue
-        start = view.storage_offset() - kv_cache.storage_offset()
-        marked.as_strided(view.shape, view.stride(), start)[block, offset] = 1
-    return marked.bool()
-
-
-def verify_pages(
-    write: Writer, like: Tensor, page_offsets: Tensor | None, source_dtype: torch.dtype, writable: bool
-) -> None:
-    """Write single tokens with vLLM's own writer, and check that exactly the elements of the planes change.
-
-    :func:`learn_pages` writes whole blocks; this checks that its result also holds for one token.
-
-    Args:
-        write: vLLM's writer of one layer.
-        like: a cache of that layer. Only its shape and dtype are read.
-        page_offsets: the result of :func:`learn_pages`.
-        source_dtype: dtype of keys and values.
-        writable: as in :func:`layer_cache`.
-
-    Raises:
-        ValueError: the writer changed other elements than the planes say.
-    """
-    _, num_heads, block_size, width = like.shape
-    generator = torch.Generator().manual_seed(0)
-    for slot in {0, 1, block_size - 1, block_size + block_size // 2 + 1}:
-        scratch = torch.zeros((2, num_heads, block_size, width), dtype=like.dtype)
-        # The magnitude is at least 1, so no quantization turns it into zero.
-        row = torch.rand((2, 1, num_heads, width // 2), generator=generator) + 1
-        key, value = row.to(source_dtype).unbind(0)
-        write(key, value, scratch, torch.tensor([slot]))
-        expected = _slot_elements(scratch, layer_cache(scratch, page_offsets, writable), slot)
-        written = _written(scratch)
-        if not torch.equal(written, expected):
-            raise ValueError(
-                f"vLLM's CPU writer ({like.dtype}, block size {block_size}, head size {width // 2}) puts "
-                f"slot {slot} elsewhere than expected: {int((written & ~expected).sum())} elements outside the "
-                f"slot changed, {int((expected & ~written).sum())} inside did not"
-            )

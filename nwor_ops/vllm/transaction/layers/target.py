@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nwor_ops.kv_cache import LayerCache
+from nwor_ops.kv_cache import LayerCache, Plane
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -41,3 +43,23 @@ def same_place(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
     """Return a view of another storage, with the offset, shape and strides of `tensor`."""
     like = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     return like.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def elements(image: torch.UntypedStorage | Tensor, plane: Plane) -> Tensor:
+    """Return a tensor's storage as a flat tensor of integers with the element size of a plane."""
+    storage = image.untyped_storage() if isinstance(image, Tensor) else image
+    return torch.empty(0, dtype=_INTEGERS[plane.view.element_size()], device=storage.device).set_(storage)
+
+
+def positions(plane: Plane, slots: Tensor) -> Tensor:
+    """Return the positions of the elements of some slots in :func:`elements`: int64 ``[slots, heads, width]``."""
+    view = plane.view
+    slots = slots.to(view.device)
+    blocks, offsets = slots // view.shape[1], slots % view.shape[1]
+    if plane.page_offsets is None:
+        columns = offsets[:, None] * view.stride(1) + torch.arange(view.shape[3], device=view.device) * view.stride(3)
+    else:
+        columns = plane.page_offsets[offsets].long()
+    heads = torch.arange(view.shape[2], device=view.device) * view.stride(2)
+    starts = int(view.storage_offset()) + blocks * view.stride(0)
+    return starts[:, None, None] + heads[:, None] + columns[:, None]

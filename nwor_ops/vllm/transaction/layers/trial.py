@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.kv_cache import LayerCache
+from nwor_ops.vllm.transaction.layers.target import elements, positions
 
 _BLOCKS = 3
 
@@ -59,9 +60,6 @@ def check_slots(write: Callable[..., None], planes: Callable[[Tensor], LayerCach
         planes: returns the planes of a cache; they say where a slot lies.
         like: a cache of that layer. Only its shape and dtype are read.
         rows: the rows to write.
-
-    Raises:
-        ValueError: the writer changed bytes outside the slot, or changed nothing.
     """
     block_size = planes(like).planes[0].view.shape[1]
     for slot in sorted({0, 1, block_size - 1, block_size + block_size // 2}):
@@ -72,12 +70,11 @@ def check_slots(write: Callable[..., None], planes: Callable[[Tensor], LayerCach
         write(*row, scratch, torch.full_like(mapping, (_BLOCKS - 1) * block_size))
         before = scratch.clone()
         write(*row, scratch, mapping)
-        changed = (_bytes(scratch) != _bytes(before)).any(-1)
-        expected = torch.zeros_like(scratch, dtype=torch.bool)
-        for plane in planes(expected).planes:
-            plane.view[slot // block_size, slot % block_size] = True
-        inside = expected.any(-1)
-        if bool((changed & ~inside).any()) or not bool(changed.any()):
+        changed = (_bytes(scratch) != _bytes(before)).view(*scratch.shape, scratch.element_size()).any(-1)
+        inside = torch.zeros_like(scratch, dtype=torch.int8)
+        for plane in planes(inside).planes:
+            elements(inside, plane)[positions(plane, mapping)] = 1
+        if bool((changed & (inside == 0)).any()) or not bool(changed.any()):
             raise ValueError(
                 f"vLLM's writer ({like.dtype}, block size {block_size}) puts slot {slot} elsewhere than expected"
             )

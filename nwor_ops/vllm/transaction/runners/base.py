@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
@@ -105,11 +104,7 @@ class RunnerAttachment(abc.ABC):
 
     @abc.abstractmethod
     def drafter_layers(self) -> set[str]:
-        """Return the names of the drafter's own attention layers, by :func:`named_layers`.
-
-        Raises:
-            Unsupported: it is unknown which layers belong to the drafter, or which tokens are drafts.
-        """
+        """Return the names of the drafter's own attention layers, by :func:`named_layers`."""
 
     @property
     def windows(self) -> int:
@@ -139,9 +134,6 @@ class RunnerAttachment(abc.ABC):
 
         Returns:
             The session, or None if the engine does not use speculative decoding.
-
-        Raises:
-            Unsupported: raised before anything is patched.
         """
         runner = self.runner
         if runner.speculative_config is None:
@@ -199,12 +191,7 @@ class RunnerAttachment(abc.ABC):
         session.patches.put_methods(self.runner, self, self.patched)
 
     def begin(self, describe: Callable[[Any], Step], inputs: Any) -> None:
-        """Open the window of a step with drafts.
-
-        Args:
-            describe: returns the step.
-            inputs: what the runner prepared, for ``describe``.
-        """
+        """Open the window of a step with drafts."""
         try:
             step = describe(inputs)
         except Exception as error:
@@ -259,16 +246,7 @@ def _entering_with_drafts(scheduler_output: Any) -> frozenset[str]:
 
 
 def named_layers(runner: Any, drafter: Any) -> set[str]:
-    """Return the layers that a drafter names as its own; the set is empty if it has none.
-
-    Args:
-        runner: a model runner of either generation, with its cache bound.
-        drafter: the object that proposes drafts.
-
-    Raises:
-        Unsupported: a layer with a KV cache is neither named by the drafter nor a module of the target's model, so its
-            owner is unknown. Also raised if the drafter names a layer of that model.
-    """
+    """Return the layers that a drafter names as its own; the set is empty if it has none."""
     named = {name for attribute in _NAMES_OF_LAYERS for name in getattr(drafter, attribute, None) or ()}
     context = runner.compilation_config.static_forward_context
     modules = {id(module) for module in runner.get_model().modules()}
@@ -311,30 +289,18 @@ def log_bytes(runner: Any) -> int:
 
 
 def undo_log_bytes(specs: Iterable[Any], draft_tokens: int, windows: int) -> int:
-    """Return the bytes of an undo log: one row per draft token and attention layer.
-
-    Args:
-        specs: the KV-cache specs of the layers.
-        draft_tokens: maximum number of draft tokens in one batch.
-        windows: maximum number of windows that are open or deferred at a time.
-    """
+    """Return the bytes of an undo log: one row per draft token and attention layer."""
     attention = [spec for spec in specs if not is_recurrent(spec)]
     return draft_tokens * windows * sum(-(-spec.page_size_bytes // spec.block_size) for spec in attention)
 
 
 def _patch_writer(attention: Any, name: str, session: Session) -> None:
-    def do_kv_cache_update(
-        layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        session.write(name, key, value, kv_cache, slot_mapping)
+    write = session.writer(name)
 
-    def do_latent_cache_update(
-        latent: Tensor, rotated_key: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any
-    ) -> None:
-        session.write(name, latent, rotated_key, kv_cache, slot_mapping, *rest)
+    def do_latent_cache_update(*arguments: Any) -> None:  # without the layer
+        write(None, *arguments)
 
-    latent = qualified_name(attention.impl) in LATENT_IMPLS
-    ours = do_latent_cache_update if latent else do_kv_cache_update
+    ours = do_latent_cache_update if qualified_name(attention.impl) in LATENT_IMPLS else write
     session.patches.put(attention.impl, "do_kv_cache_update", lambda original: ours)
 
 
@@ -347,7 +313,7 @@ def _patch_model_writer(attention: Any, name: str, session: Session) -> None:
     from vllm.compilation.breakable_cudagraph import eager_break_during_capture
     from vllm.forward_context import get_forward_context
 
-    attend = functools.partial(inspect.unwrap(type(attention)._attention), attention)
+    attend, write = functools.partial(inspect.unwrap(type(attention)._attention), attention), session.writer(name)
 
     @eager_break_during_capture
     def _attention(positions: Tensor, q: Tensor, latent: Tensor, rotated_key: Tensor, out: Tensor) -> None:
@@ -355,7 +321,7 @@ def _patch_model_writer(attention: Any, name: str, session: Session) -> None:
         if context.attn_metadata is not None:
             tokens = context.attn_metadata[name].num_actual_tokens
             slots, rest = context.slot_mapping[name][:tokens], (attention.impl.kv_cache_dtype, attention._k_scale)
-            session.write(name, latent[:tokens], rotated_key[:tokens], attention.kv_cache, slots, *rest)
+            write(attention, latent[:tokens], rotated_key[:tokens], attention.kv_cache, slots, *rest)
         attend(positions, q, latent, rotated_key, out)
 
     session.patches.put(attention, "_attention", lambda original: _attention)

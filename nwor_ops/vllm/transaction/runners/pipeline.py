@@ -53,12 +53,7 @@ class _DeferredStep:
 
 
 class PipelineRank:
-    """Patch the ``PPHandler`` of a runner, and the runner's ``finish_requests``.
-
-    Args:
-        session: a session with deferred windows.
-        handler: vLLM's ``PPHandler``.
-    """
+    """Patch the ``PPHandler`` of a runner, and the runner's ``finish_requests``."""
 
     patched = ("receive", "get_prev_sampled_outputs")
 

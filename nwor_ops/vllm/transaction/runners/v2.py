@@ -129,7 +129,7 @@ class V2(RunnerAttachment):
             self.begin(self._step, input_batch)
             return prepared
         self.session.skip()
-        if self._rank is not None and self.session.needs_begin:
+        if self._rank is not None and self.session.notifies("begin"):
             self.session.observe(self._step(input_batch))
         return prepared
 
