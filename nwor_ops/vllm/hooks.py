@@ -230,7 +230,7 @@ def _calling(ours: Callable[..., Any]) -> Decorator:
 
 
 def when_undone(action: Callable[[], object]) -> None:
-    """Call ``action`` in :func:`undo_all`. It takes back a change that is not an attribute, such as a registered class."""
+    """Call ``action`` in :func:`undo_all`. It takes back other changes than of attributes."""
     _when_undone.append(action)
 
 

@@ -143,7 +143,9 @@ def test_rows_are_handed_over_before_the_layer_attends(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         type(layer), "_attention", lambda self, positions, q, kv_c_normed, k_pe, attn_out: said.append("attends")
     )
-    session: Any = SimpleNamespace(write=lambda *what: said.append(what), patches=Patches("test"))
+    session: Any = SimpleNamespace(
+        writer=lambda name: lambda attention, *rows: said.append((name, *rows)), patches=Patches("test")
+    )
     base._patch_model_writer(layer, "layer", session)
     latent, rotated, slots = torch.randn(5, LATENT), torch.randn(5, 1, ROTATED), torch.arange(5)
     metadata = {"layer": SimpleNamespace(num_actual_tokens=3)}

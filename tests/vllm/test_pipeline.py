@@ -13,6 +13,7 @@ import torch
 from pipeline_rank import Engine
 
 from nwor_ops.transaction.in_flight import InFlightManager
+from nwor_ops.transaction.undo_log import LoggedWriter
 from nwor_ops.vllm.audit.cache import AuditError
 from nwor_ops.vllm.audit.engine import cache_audit
 
@@ -74,10 +75,10 @@ def test_an_undo_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert session.manager._deferred == {}
 
 
-@pytest.mark.parametrize("moment", ["begin", "write"])
-def test_a_vanilla_step_is_not_a_finding(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+@pytest.mark.parametrize(("owner", "moment"), [(InFlightManager, "begin"), (LoggedWriter, "write")])
+def test_vanilla_step_is_no_finding(monkeypatch: pytest.MonkeyPatch, owner: type, moment: str) -> None:
     """Every draft of such a step stays. The audit still compares all other rows."""
-    planned, calls = getattr(InFlightManager, moment), 0
+    planned, calls = getattr(owner, moment), 0
 
     def fails_now_and_then(*arguments: Any, **options: Any) -> None:
         nonlocal calls
@@ -86,7 +87,7 @@ def test_a_vanilla_step_is_not_a_finding(monkeypatch: pytest.MonkeyPatch, moment
             raise RuntimeError(f"planted in {moment}")
         planned(*arguments, **options)
 
-    monkeypatch.setattr(InFlightManager, moment, fails_now_and_then)
+    monkeypatch.setattr(owner, moment, fails_now_and_then)
     engine = Engine(2, seed=0)
     engine.run(60)
     engine.run(3, idle=True)
