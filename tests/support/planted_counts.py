@@ -7,8 +7,9 @@ import pathlib
 from typing import Any
 
 FOLDER_VARIABLE = "PLANTED_FOLDER"
-GROWING = ("draft_graph_replays", "draft_host_seconds", "one_state_steps", "one_state_host_seconds",
-           "vanilla_steps:planted", "draft_eager_reasons:planted", "errors:planted")  # fmt: skip
+GROWING = ("draft_graph_replays", "draft_host_seconds", "draft_vocabulary_tokens", "draft_vocabulary_missed",
+           "one_state_steps", "one_state_host_seconds", "vanilla_steps:planted", "draft_eager_reasons:planted",
+           "errors:planted")  # fmt: skip
 
 
 def plant() -> None:

@@ -16,7 +16,7 @@ from nwor_ops.cli.bench_report import OURS
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm import feature_report, plugin
 
-STATES = {"transaction": "off", "draft_graphs": "off", "recurrent": "off"}
+STATES = {"transaction": "off", "draft_graphs": "off", "recurrent": "off", "draft_vocabulary": "off"}
 
 
 def _report_job(variables: dict[str, str], arguments: dict[str, Any], workers_without: bool) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def test_serve_reports_active_features(server: Server) -> None:
     server.complete(prompts(1)[0])
     samples = server.scrape()
     [(labels, value)] = samples["nwor_info"].items()
-    states = {"transaction": "cow", "draft_graphs": "off", "recurrent": "off"}
+    states = {"transaction": "cow", "draft_graphs": "off", "recurrent": "off", "draft_vocabulary": "off"}
     of_vllm = {"engine": "0", "model_name": "tiny", "vllm": vllm.__version__}
     assert (dict(labels), value) == (states | of_vllm | {"version": nwor_ops.__version__}, 1)
     [(labels, size)] = samples["nwor_memory_bytes"].items()
