@@ -326,15 +326,16 @@ def sessions() -> list[Session]:
 def _start_metrics(runner: Any) -> None:
     """Publish the counts of a runner whose cache was just bound, if its engine has a feature."""
     config, alive = settings_of(runner.vllm_config), weakref.ref(runner)
-    if config.wants_feature:
-        metrics.start(runner, lambda: _feature_report(config, alive()), config.emit_metrics, _logger())
+    report = functools.partial(_feature_report, config, alive)
+    if config.wants_feature and metrics.start(runner, report, config.emit_metrics, _logger()):
         metrics.publish(runner, runner, draft_graphs.counts)
         vocabulary = draft_vocabulary.vocabulary_of(runner)
         if vocabulary is not None:
             metrics.publish(runner, vocabulary, type(vocabulary).counts, lambda owner: owner.first.counters)
 
 
-def _feature_report(config: NworConfig, runner: Any) -> dict[str, Any]:
+def _feature_report(config: NworConfig, alive: Callable[[], Any]) -> dict[str, Any]:
+    runner = alive()
     active, memory = dict[str, str](), dict[str, int]()
     session = _sessions.get(runner)
     if session is not None and session.manager is not None:

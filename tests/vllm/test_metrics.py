@@ -26,6 +26,7 @@ from counted_session import (
     CountedSession,
     Scheduler,
     across_processes,
+    engine_config,
     front_end,
     positive,
     step_output,
@@ -403,21 +404,26 @@ def test_few_outputs_have_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
         output = step_output()
         publisher.attach(output)
         assert hasattr(output, worker.MESSAGE) is sent
-    silent = CountedSession().publisher(sends=False)
-    silent.attach(output)
+    output = step_output()
+    session.publisher(sends=False).attach(output)
     assert not hasattr(output, worker.MESSAGE)
 
 
-def test_feature_publishes_its_own_counters() -> None:
-    class Runner:
-        pass
+def test_new_cache_publishes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counts of what outlives a cache are not published again."""
 
-    runner, counters = Runner(), torch.tensor([5, 2])
-    worker.publish_counters(runner, ("drafted", "accepted"), counters)  # an engine without metrics
-    worker.publishers[runner] = CountedSession().publisher()
-    worker.publish_counters(runner, ("drafted", "accepted"), counters)
-    counters += 1
-    assert positive(relay.totals().as_dict()) == {"engines": 1, "drafted": 6, "accepted": 3}
+    class Runner:
+        vllm_config = engine_config()
+
+    runner = Runner()
+    monkeypatch.setattr(plugin.draft_graphs, "counts", lambda _: {"draft_graph_replays": 3})
+    for _ in range(2):
+        plugin._start_metrics(runner)
+    assert positive(relay.totals().as_dict()) == {"engines": 1, "draft_graph_replays": 3}
+    del runner.vllm_config.model_config
+    worker.publishers.clear()
+    plugin._start_metrics(runner)  # an error of the metrics does not stop the engine
+    assert len(worker.publishers) == 0
 
 
 def test_errors_of_metrics_stop_no_step(caplog: pytest.LogCaptureFixture, registry: Any) -> None:

@@ -5,11 +5,13 @@ vLLM carries the output of each step from the worker that samples to the engine 
 pinned memory after each step, and are read when a later step finds that the copy has arrived. Nothing waits for the
 device.
 
-A feature adds its counters with :func:`publish_counters` when the engine's cache is bound::
+A feature adds its counters when the engine's cache is bound. Each name is a key of ``METRICS``, and a field of
+:class:`nwor_ops.EngineStats`::
 
-    names = ("draft_vocabulary_tokens", "draft_vocabulary_missed")  # keys of METRICS, and fields of EngineStats
-    counters = torch.zeros(len(names), dtype=torch.int64, device=device)  # the feature's kernels count here
-    metrics.publish_counters(runner, names, counters)
+    def counts(feature, tokens, missed):  # the values of the counters
+        return {"draft_vocabulary_tokens": tokens, "draft_vocabulary_missed": missed}
+
+    metrics.publish(runner, feature, counts, lambda feature: feature.counters)  # int64 [2], on the device
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import secrets
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -186,11 +188,13 @@ def sum_of(counts: Iterable[Mapping[str, float]]) -> Counter[str]:
     return total
 
 
-def start(runner: Any, report: Callable[[], Mapping[str, Any]], sends: bool, logger: Any) -> None:
-    """Publish the counts of a runner's engine from now on. A second call for a runner does nothing."""
+def start(runner: Any, report: Callable[[], Mapping[str, Any]], sends: bool, logger: Any) -> bool:
+    """Publish the counts of a runner's engine from now on. Return False if they are published already."""
     with Errors(logger, "without publishing counters").survived("starting to count failed"):
         if runner not in publishers:
             publishers[runner] = Publisher(runner.vllm_config, report, sends, logger)
+            return True
+    return False
 
 
 def publish(
@@ -202,20 +206,6 @@ def publish(
     """Call :meth:`Publisher.add` of a runner's publisher, if it has one."""
     if runner in publishers:
         publishers[runner].add(owner, counts, counters)
-
-
-def publish_counters(runner: Any, names: Sequence[str], counters: Tensor) -> None:
-    """Publish counters on the device. Their names are the only thing to add elsewhere.
-
-    Args:
-        runner: vLLM's runner, of either generation.
-        names: a key of ``METRICS`` for each counter. It is also a field of :class:`nwor_ops.EngineStats`.
-        counters: int64 ``[len(names)]``, on any device. They only grow. The runner keeps them alive.
-
-    Example:
-        >>> metrics.publish_counters(runner, ("draft_vocabulary_tokens", "draft_vocabulary_missed"), counters)
-    """
-    publish(runner, runner, lambda _, *values: dict(zip(names, values, strict=True)), lambda _: counters)
 
 
 def forget(runner: Any) -> None:
