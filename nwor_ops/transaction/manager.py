@@ -285,12 +285,10 @@ class DraftCommitManager(Stateful[Layer]):
                 first.
 
         Raises:
-            RuntimeError: a window is open already.
             ValueError, TypeError: more drafts, tokens or requests than the manager's limits; a bound tensor has moved;
                 or a tensor of another shape, dtype or device. Nothing has changed.
             ValueError, IndexError: in mode ``"stage"`` on the CPU, a request with inconsistent values
-                (:func:`nwor_ops.open_window`). Pages of requests, slots and tables have not changed. The window counts
-                as cancelled.
+                (:func:`nwor_ops.open_window`). Pages, slots and tables have not changed. The window is cancelled.
         """
         if self._state is not _CLOSED:
             self._require(_CLOSED, "begin")
@@ -421,18 +419,12 @@ class DraftCommitManager(Stateful[Layer]):
     def cancel(self) -> None:
         """Undo every draft written since begin, and close the window. All its drafts count as rejected.
 
-        Call it after any exception. Between windows it does nothing. It is safe after a forward that stopped at any
-        layer. In mode ``"cow"``, a layer that was not reached has logged nothing in this window and does not change.
-        Mode ``"stage"`` does not know which layers were reached. It copies the rows of this step's non-draft tokens
-        from the shadow pages in all layers. A layer that was not reached gets stale rows at these slots, and only
-        there. The slots hold no valid rows until the step is repeated.
+        Call it after any exception, also if the forward stopped at any layer. Between windows it does nothing.
 
-        After a commit or an abandon that failed between two launches:
-
-        - In mode ``"cow"``, accepted drafts are undone from the log too, in every layer.
-        - In mode ``"stage"`` there is no log. Layers whose launch was made keep the rows of accepted drafts. These
-          slots are past the end of the cancelled step's sequences. Other layers get none of these rows. Slots and
-          tables are restored.
+        Mode ``"stage"`` does not know which layers were reached, and has no log. It leaves rows only at slots that
+        hold nothing valid until the step is repeated: stale rows at the slots of this step's non-draft tokens, in
+        layers that were not reached; and after a commit or abandon that failed between two launches, rows of drafts
+        past the end of the sequences.
 
         If this raises, the window is still open: call cancel again, or :meth:`abandon`.
         """
@@ -453,9 +445,8 @@ class DraftCommitManager(Stateful[Layer]):
         In mode ``"stage"`` all rows are copied to their slots. The next window fills the shadow pages again, because
         the rest of this forward writes only to the requests' pages.
 
-        After a :meth:`commit` that failed, every accepted draft stays. In mode ``"cow"``, rejected drafts stay in the
-        layers that the commit did not reach. In mode ``"stage"``, all drafts stay. A window whose begin failed is
-        cancelled instead.
+        After a :meth:`commit` that failed, accepted drafts stay in every layer, and rejected ones in the layers that
+        the commit did not reach (mode ``"stage"``: in all layers). A window whose begin failed is cancelled instead.
 
         If this raises, the window is still open: call abandon again, or :meth:`cancel`.
         """

@@ -156,21 +156,6 @@ def test_a_slot_outside_rejects_the_window(larger_first):
     assert buffer.stats().incomplete == 1
 
 
-def test_reject():
-    """Also after a window with accepted rows."""
-    staged = Staged()
-    staged.buffer.begin(torch.arange(4))
-    written = staged.stage_all(4)
-    staged.buffer.commit(torch.ones(4, dtype=torch.bool))
-    staged.expect(written, range(4), range(4), set(range(4)))
-    staged.buffer.begin(torch.arange(4))
-    staged.stage_all(4)
-    staged.buffer.reject()
-    staged.assert_as_expected()
-    stats = staged.buffer.stats()
-    assert (stats.staged, stats.committed, stats.rejected, stats.incomplete) == (8, 4, 4, 0)
-
-
 @given(st.data())
 def test_any_windows(data):
     """Windows of any rows in sequence: no data of an earlier window remains."""
@@ -181,9 +166,13 @@ def test_any_windows(data):
         order = data.draw(st.permutations(range(rows)))
         drop = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows)) if data.draw(st.booleans()) else []
         token_rows = [row if not (drop and drop[row]) else -1 for row in order]
-        accepted = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+        accepted = data.draw(st.none() | st.lists(st.booleans(), min_size=rows, max_size=rows), "None: reject")
         staged.buffer.begin(torch.tensor(slots, dtype=torch.int64), torch.tensor(token_rows, dtype=torch.int32))
         written = staged.stage_all(rows)
+        if accepted is None:
+            staged.buffer.reject()
+            staged.assert_as_expected()
+            continue
         staged.buffer.commit(torch.tensor(accepted, dtype=torch.bool))
         wanted = {row for row in range(rows) if accepted[row] and slots[row] >= 0}
         if wanted <= set(token_rows):
@@ -210,24 +199,6 @@ def test_compiled_stage(dynamic):
         staged.assert_as_expected()
         assert staged.buffer.stats().windows == window + 1
     torch._dynamo.reset()
-
-
-def test_buffers_keep_their_addresses():
-    staged = Staged()
-    names = ("stage_rows", "row_slots", "row_accepted", "row_committed", "row_windows", "window_id", "counters")
-    before = [getattr(staged.buffer, name).data_ptr() for name in names]
-    for rows in (4, 12, 0):
-        staged.buffer.begin(torch.arange(rows))
-        staged.stage_all(rows)
-        staged.buffer.commit(torch.ones(rows, dtype=torch.bool))
-    assert [getattr(staged.buffer, name).data_ptr() for name in names] == before
-
-
-def test_memory_of_the_staged_rows():
-    buffer = StagingBuffer(max_num_tokens=TOKENS, max_num_rows=ROWS, device="cpu")
-    buffer.register_layer("layer", LayerCache.packed(torch.zeros(2, 16, 3, 2 * 8, dtype=torch.bfloat16)))
-    buffer.allocate()
-    assert buffer.buffer_bytes == ROWS * 3 * 2 * 8 * 2
 
 
 def test_the_protocol():
@@ -259,7 +230,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("replaced", "error", "sentence"), WRONG)
-def test_wrong_windows_are_refused_before_anything_changes(replaced, error, sentence):
+def test_wrong_windows_change_nothing(replaced, error, sentence):
     buffer = Staged(("packed",)).buffer
     before = [buffer.row_slots.clone(), buffer.stage_rows.clone(), buffer.window_id.clone()]
     with pytest.raises(error, match=f"^begin: {sentence}"):
