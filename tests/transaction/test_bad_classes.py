@@ -68,7 +68,6 @@ RECURRENT = {
     "key_size": 64,
     "value_size": 64,
 }
-RECORD = {"state": torch.zeros(2, 2, 64, 64), "max_window": 2, "num_key_heads": 1}
 STATES = {"max_num_requests": 2, "device": "cpu"}
 
 
@@ -118,7 +117,6 @@ INTEGERS = {
         ("max_num_reqs", "num_drafts", "max_num_tokens", "hidden_size"),
     ),
     "RecurrentCache.new": (RecurrentCache.new, RECURRENT, tuple(RECURRENT)),
-    "RecurrentCache.for_state": (RecurrentCache.for_state, RECORD, ("max_window", "num_key_heads")),
     "RecurrentStates": (RecurrentStates, STATES, ("max_num_requests",)),
 }
 # None selects a default for these.
@@ -161,8 +159,6 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str, tuple[Any, ...], Any]] = [
     ("RecurrentCache.new", RecurrentCache.new, RECURRENT, "dtype", (None, 3, "half", torch.int8), TypeError),
     ("RecurrentCache.new", RecurrentCache.new, RECURRENT, "state_dtype", (None, 3, torch.half), TypeError),
     ("RecurrentCache.new", RecurrentCache.new, RECURRENT, "per_channel", (None, 1), TypeError),
-    ("RecurrentCache.for_state", RecurrentCache.for_state, RECORD, "state",
-     (*NO_TENSORS, torch.zeros(()), torch.zeros(2, 2, 64, 64).half()), REFUSALS),
     *(("RecurrentCache", RecurrentCache, dict(vars(RecurrentCache.new(**RECURRENT))), name,
        (*NO_TENSORS, torch.zeros(()), torch.zeros(2, 3).int(), torch.zeros(2, 2, 2, 1, 64, device="meta")), REFUSALS)
       for name in vars(RecurrentCache.new(**RECURRENT))),
