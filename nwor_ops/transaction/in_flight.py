@@ -191,6 +191,7 @@ class InFlightManager(DraftCommitManager):
         """Undo the open window, as :meth:`DraftCommitManager.cancel`. No other window changes."""
         if self._state is not State.OPEN:
             return
+        self._deferred.pop(self._section, None)  # of a defer() that was interrupted
         if self._unfinished == "begin":
             self._stop_logging()
             self._undo_begin()
