@@ -206,4 +206,4 @@ format: $(READY)
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf build dist mutants *.egg-info nwor_ops/libnwor_*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache demo-output
+	rm -rf build dist mutants *.egg-info nwor_ops/libnwor_*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache demo-output

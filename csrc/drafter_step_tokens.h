@@ -101,7 +101,8 @@ NWOR_HOST_DEVICE inline void context_item(const StepTokensArguments& a, int64_t 
 }
 
 NWOR_HOST_DEVICE inline void step_tokens_item(const StepTokensArguments& a, int64_t i, int64_t num_real) {
-    if (i < a.sampled.first.length * a.sampled.count) sampled_item(a, i / a.sampled.count, i % a.sampled.count);
+    if (i < a.sampled.first.length * a.sampled.count)
+        sampled_item(a, i / a.sampled.count, i % a.sampled.count);
     if (i < a.context.length) context_item(a, i, num_real);
 }
 
