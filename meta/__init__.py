@@ -1,40 +1,34 @@
 """Fake implementations: the shapes that each op returns, for ``torch.compile``, FakeTensor and ``device="meta"``.
 
-A fake checks everything that needs no data, so that an invalid model fails while it is traced. First it checks each
-argument by the table of its family (``ARGUMENTS``, one module per family). Then it checks the relations between
-arguments (``relations``). The body of the op's declaration in ``nwor_ops/ops/`` returns the result.
+A fake checks the dtype, the device and the number of dimensions of each tensor by the table of its family
+(``ARGUMENTS``, one module per family). The kernels check the rest when they are called. The body of the op's
+declaration in ``nwor_ops/ops/`` returns the result.
 """
 
+import importlib
 from typing import Any
 
-from nwor_ops.meta import accept, drafter, recurrent, shadow, staging, undo
-from nwor_ops.meta.check import Spec, check, check_apart, specs_of
-from nwor_ops.meta.relations import check_relations
+from nwor_ops.meta.check import Array as Array
+from nwor_ops.meta.check import check, specs_of
+from nwor_ops.meta.check import one_of as one_of
 from nwor_ops.ops import registry
 
-_FAMILIES = {
-    "accept": accept,
-    "drafter": drafter,
-    "recurrent": recurrent,
-    "shadow": shadow,
-    "staging": staging,
-    "undo": undo,
-}
-
-# Requirements of each argument, by op and by name.
-SPECS: dict[str, dict[str, Spec]] = {
-    name: specs_of(op, _FAMILIES[op.family].ARGUMENTS) for name, op in registry.OPS.items()
+# Requirements of each tensor, by op and by name.
+SPECS: dict[str, dict[str, Array]] = {
+    name: specs_of(op, importlib.import_module(f"{__name__}.{op.family}").ARGUMENTS)
+    for name, op in registry.OPS.items()
 }
 
 
 def _register(op: registry.Op) -> None:
-    mutated = [argument.name for argument in op.overload._schema.arguments if argument.alias_info is not None]
-
     def fake(*positional: Any, **named: Any) -> Any:
-        given = op.arguments(positional, named)
-        check(op.name, SPECS[op.name], given)
-        check_relations(op.name, given)
-        check_apart(op.name, mutated, given)
+        arguments = op.arguments(positional, named)
+        if arguments.get("plane_table") is not None:
+            raise registry.Refusal(
+                f"{op.name}: plane_table hides from a compiler which planes are mutated; pass all of them in caches "
+                "and no table"
+            )
+        check(op.name, SPECS[op.name], arguments)
         return op.function(*positional, **named)
 
     registry.implement_fake(op.name, fake)

@@ -1,6 +1,6 @@
 """Argument requirements of the family accept."""
 
-from nwor_ops.meta.check import NOT_NEGATIVE, by_name, flags, ids, int32, int64
+from nwor_ops.meta.check import by_name, flags, ids, int32, int64
 
 # Shared by every family that maps draft counts to rows.
 COUNTS = by_name({
@@ -18,5 +18,4 @@ ARGUMENTS = COUNTS | by_name({
     int32("[num_log_rows]"): "row_requests row_positions",
     int64("[num_tokens]"): "slot_mappings",
     int64("[groups, num_log_rows]"): "row_slots",
-    NOT_NEGATIVE: "token_offset num_bonus_tokens num_draft_tokens",
 })  # fmt: skip

@@ -2,7 +2,7 @@
 
 import torch
 
-from nwor_ops.meta.check import ID, NOT_NEGATIVE, POSITIVE, SOURCES, Array, by_name, flags, ids, int32, int64
+from nwor_ops.meta.check import SOURCES, Array, by_name, flags, ids, int32, int64
 
 ROWS, TOKENS, STATES, CAPACITY = "[num_rows]", "[num_tokens]", "[num_states]", "[capacity]"
 STARTS, DRAFTS = "[num_rows + 1]", "[num_rows, num_speculative_steps]"
@@ -52,7 +52,4 @@ ARGUMENTS = by_name({
     Array("[request states, steps, logits]", like="logits"): "logits_cache",
     Array("[num_rows, hidden_size]"): "hidden_states",
     Array("[num_rows, hidden_size]", like="hidden_states"): "next_hidden_states",
-    POSITIVE: "block_size max_model_len num_speculative_steps vocab_size num_new_tokens cp_size cp_interleave dcp_size",
-    NOT_NEGATIVE: "first_token block_sizes cp_rank dcp_rank extend_queries.num_new_tokens",
-    ID: "padding_token_id mask_token_id",
 })  # fmt: skip

@@ -3,13 +3,8 @@
 import torch
 
 from nwor_ops.meta.check import (
-    NOT_NEGATIVE,
-    POSITIVE,
     SOURCES,
-    TINY,
     Array,
-    Choice,
-    Real,
     by_name,
     flags,
     ids,
@@ -53,12 +48,4 @@ ARGUMENTS = by_name({
     ids("[num_requests]"): "state_slots idx_mapping",
     ids("[num_entries]"): "source_slots target_slots",
     flags("[num_requests]"): "is_window",
-    POSITIVE: "record_rows",
-    NOT_NEGATIVE: "block_size",
-    Choice((0, 16)): "chunk",
-    Real(): "scale",
-    Real("positive", least=TINY): "softplus_beta",
-    Real("at most 88", most=88): "softplus_threshold",
-    Real("0 or more", least=0): "norm_eps",
-    Real("negative", most=-TINY): "gate_lower_bound",
 })  # fmt: skip

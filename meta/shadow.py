@@ -1,7 +1,7 @@
 """Argument requirements of the family shadow."""
 
 from nwor_ops.meta.accept import COUNTS
-from nwor_ops.meta.check import NOT_NEGATIVE, by_name, ids, int32, int64
+from nwor_ops.meta.check import by_name, ids, int32, int64
 from nwor_ops.meta.undo import PLANES
 
 ARGUMENTS = COUNTS | PLANES | by_name({
@@ -14,5 +14,4 @@ ARGUMENTS = COUNTS | PLANES | by_name({
     int64("[num_groups, num_rows]"): "row_slots",
     int64("[num_groups, num_tokens]"): "saved_slots",
     int64("[num_groups, num_states, num_shadow_pages]"): "held_slots",
-    NOT_NEGATIVE: "planes_per_group",
 })  # fmt: skip

@@ -2,7 +2,7 @@
 
 import torch
 
-from nwor_ops.meta.check import SIZE, SOURCES, Array, by_name, flags, int32, int64
+from nwor_ops.meta.check import SOURCES, Array, by_name, flags, int32, int64
 from nwor_ops.meta.undo import PLANES, SOURCE_ROWS, WRITE
 
 ROWS, STAGED = "[num_rows]", "[num_rows, num_kv_heads, width]"
@@ -20,5 +20,4 @@ ARGUMENTS = PLANES | WRITE | SOURCE_ROWS | by_name({
     int64("[len(STAGE_COUNTERS)]"): "counters",
     int64("[num_moves]"): "src_slots dst_slots",
     flags(ROWS): "row_committed",
-    SIZE: "num_slots",
 })  # fmt: skip

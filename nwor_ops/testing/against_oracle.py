@@ -41,6 +41,19 @@ def compare_with_oracle(
     """
     ours, theirs = twin(arguments, device), twin(arguments)
     result, expected = getattr(ops, op)(*ours), getattr(oracle, op)(*theirs)
+    compare(op, result, expected, ours, theirs, tolerances)
+    return ours, theirs
+
+
+def compare(
+    op: str,
+    result: Any,
+    expected: Any,
+    ours: tuple[Any, ...],
+    theirs: tuple[Any, ...],
+    tolerances: Tolerances | None = None,
+) -> None:
+    """Compare results and arguments after an op, on any device, with those after its oracle. See above."""
     assert_same_results(result, expected, f"{op}: ")
     names = [argument.name for argument in getattr(torch.ops.nwor, op).default._schema.arguments]
     pairs = list(zip(names, ours, theirs, strict=False))
@@ -51,7 +64,6 @@ def compare_with_oracle(
         if not torch.equal(bytes_of(one).cpu(), bytes_of(two)):
             found = (_first_difference(f"{op}: {name}", mine, other) for name, mine, other in pairs)
             raise Mismatch(next(filter(None, found), f"{op} wrote a byte outside its arguments"))
-    return ours, theirs
 
 
 def assert_same_results(result: Any, expected: Any, what: str = "") -> None:

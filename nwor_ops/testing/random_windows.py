@@ -37,9 +37,9 @@ def run_round(seed: int, device: str) -> Counter[str]:
     return counts
 
 
-def run_window(family: str, seed: int, device: str) -> Counter[str]:
-    """Compare a random window of one family with the oracles. See :func:`run_round`."""
-    window, counts, after = FAMILIES[family](Dice(family, seed)), Counter[str](), None
+def run_window(family: str, seed: int, device: str, num_requests: int | None = None) -> Counter[str]:
+    """Compare a random window of one family with the oracles. See :func:`run_round` and :class:`Dice`."""
+    window, counts, after = FAMILIES[family](Dice(family, seed, 0, num_requests)), Counter[str](), None
     while True:
         try:
             call = next(window) if after is None else window.send(after)

@@ -14,11 +14,10 @@ import pytest
 import torch
 from bad_input import DEBUG_MODE
 from processes import ROOT
-from samples import sample_inputs, with_arguments
-from tensors import int64
 from transactions import Request, make_batch
 
 from nwor_ops import DraftCommitManager, LayerCache, ops
+from nwor_ops.testing import samples
 from nwor_ops.testing.layouts import twin
 from nwor_ops.transaction.protocol import State
 
@@ -26,8 +25,9 @@ from nwor_ops.transaction.protocol import State
 @pytest.mark.debug_mode
 def test_a_replay_is_reported_by_the_next_eager_call(device):
     """A stream that is being captured is never synchronized. Outside debug mode nothing is reported."""
-    arguments = twin(with_arguments("write_kv", sample_inputs("write_kv")[0], slot_mapping=int64(5, 0, 99)), device)
-    other = twin(sample_inputs("log_slots")[0], device)
+    rows, caches, one = torch.zeros(3, 1, 4), torch.zeros(2, 3, 4, 1, 4), torch.ones(1)
+    arguments = twin((rows, rows + 1, *caches, torch.tensor([5, 0, 99]), one, one, "auto"), device)
+    other = samples.calls("log_slots", 1, device)[0]
     ops.log_slots(*other)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

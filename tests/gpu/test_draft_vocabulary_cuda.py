@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+import draft_examples as samples
 import pytest
-import samples_drafter as samples
 import torch
 from no_sync import no_waits
 from tensors import numbers

@@ -4,7 +4,6 @@ or sync."""
 from __future__ import annotations
 
 import pytest
-import samples_undo as samples
 import torch
 from no_sync import no_waits_or_allocations
 
@@ -39,22 +38,6 @@ def test_too_many_slots_are_refused(device):
     log = torch.zeros(1, 1, 1, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match=r"^log_slots: a cache must have fewer than 2\^31 slots"):
         ops.log_slots(cache, slots, log_rows, log)
-
-
-def test_another_stream(device):
-    """The ops use the current stream of torch."""
-    arguments = samples.write_logged(dtype=torch.bfloat16)
-    ours, theirs = twin(arguments, device), twin(arguments)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(10_000_000)
-        ours[0].add_(1)  # the key is valid only after the sleep
-        ops.write_kv_logged(*ours)
-    stream.synchronize()
-    theirs[0].add_(1)
-    oracle.write_kv_logged(*theirs)
-    assert same_memory(ours[2:], theirs[2:])
 
 
 # ---------------------------------------------------------------- a whole transaction

@@ -5,18 +5,17 @@ from __future__ import annotations
 import gc
 import weakref
 
+import bad_input
 import pytest
-import samples_accept
 import torch
-from samples import argument_names, sample_inputs, with_arguments
-from shadow_windows import Sequence, make_window
-from tensors import int32, int64
+from tensors import int32, int64, plan
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nwor_ops import ops
 from nwor_ops.ops import bound, registry
 from nwor_ops.ops.bound import BINDABLE, bind
 from nwor_ops.testing import layouts
+from nwor_ops.testing.samples import argument_names, with_arguments
 
 
 def raising_as_the_manager(call):
@@ -71,14 +70,22 @@ def begun(requests, device="cpu", query_start_loc=None, idx_mapping=None):
 
     With `query_start_loc`, open_window is bound too. The commit takes that tensor and `idx_mapping` from the handle.
     """
-    filled = samples_accept.plan((0,) * (requests + 1), (0,) * requests, tokens=1)
+    zeros, minus = torch.zeros(requests + 1, dtype=torch.int32), torch.full((1,), -1, dtype=torch.int32)
+    rows, counters = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+    filled = (zeros, zeros[1:].clone(), [torch.tensor([3])], minus, rows, minus.clone(), minus.clone(), counters,
+              zeros.clone())  # fmt: skip
     given = named("plan_window", layouts.twin(filled, device))
     handle = bind("plan_window", **given)
     if query_start_loc is None:
         begin_bound(given["query_start_loc"], given["cu_num_draft_tokens"], handle)
         return handle
-    window = make_window(tuple(Sequence(1, state=state) for state in range(requests))).copy(device)
-    of_open = named("open_window", window.open_arguments()) | {"query_start_loc": given["query_start_loc"]}
+    states = torch.arange(requests)
+    opening = (
+        [torch.zeros(9, 4, 1, 4)], [1], zeros, zeros, torch.ones(requests, dtype=torch.int32), rows[:, :0],
+        torch.zeros(1, requests + 1, 2, dtype=torch.int32), [states.clone()], [states[:, None].int()], states[None] + 0,
+        states[None].int(), states.int(), None,
+    )  # fmt: skip
+    of_open = named("open_window", layouts.twin(opening, device)) | {"query_start_loc": given["query_start_loc"]}
     of_open |= {"draft_start_loc": torch.zeros_like(given["query_start_loc"])}
     if idx_mapping is None:
         of_open["idx_mapping"] = None
@@ -111,12 +118,21 @@ def run_bound(op, arguments):
 
 
 COMMITS = ("restore_slots_from_rejected", "close_window_from_rejected")
-SAMPLES = [(op, index) for op in ("plan_window", "reject_rows", *COMMITS) for index in range(len(sample_inputs(op)))]
 
 
-@pytest.mark.parametrize(("op", "index"), SAMPLES)
-def test_same_bytes_as_the_op(device, op, index):
-    arguments = sample_inputs(op, device)[index]
+def call_of(op, device="cpu"):
+    """A call for at least three requests, with drafts that have rows."""
+
+    def fits(draft_start_loc, query_start_loc=None, **others):
+        of_drafts = others.get("draft_token_ids", others.get("num_rejected"))
+        return len(draft_start_loc) > 3 and (of_drafts is None or len(of_drafts) > 3)
+
+    return bad_input.call_with(op, "draft_start_loc", device=device, where=fits)
+
+
+@pytest.mark.parametrize("op", ["plan_window", "reject_rows", *COMMITS])
+def test_same_bytes_as_the_op(device, op):
+    arguments = call_of(op, device)
     twin = layouts.twin(arguments)
     getattr(ops, op)(*arguments)
     run_bound(op, twin)
@@ -125,7 +141,7 @@ def test_same_bytes_as_the_op(device, op, index):
 
 def test_calls_run_in_the_order_of_binding(device):
     """Two restores after the one that determines the outcome."""
-    arguments = sample_inputs("restore_slots_from_rejected", device)[1]
+    arguments = call_of("restore_slots_from_rejected", device)
     names = argument_names("restore_slots")
     twins = [layouts.twin(arguments) for _ in range(2)]
     for given in (named("restore_slots_from_rejected", one) for one in twins):
@@ -142,7 +158,7 @@ def test_calls_run_in_the_order_of_binding(device):
 def test_a_commit_checks_the_numbers_of_its_begin(device):
     """Begin keeps the number of requests in its handle, and the caller writes the number of rows there."""
     op = "restore_slots_from_rejected"
-    arguments = sample_inputs(op, device)[1]
+    arguments = call_of(op, device)
     twin, given = layouts.twin(arguments), named(op, arguments)
     requests = given["draft_start_loc"].shape[0] - 1
     getattr(ops, op)(*arguments)
@@ -165,7 +181,7 @@ def test_a_commit_checks_the_numbers_of_its_begin(device):
 
 def bound_plan(**others):
     """A handle of a plan for four requests, and the arguments of its call."""
-    arguments = samples_accept.plan(**others)
+    arguments = plan(**others)
     return bind("plan_window", **named("plan_window", arguments)), arguments
 
 
@@ -174,7 +190,7 @@ def test_a_handle_keeps_its_tensors():
     numpy = pytest.importorskip("numpy")
     memory = numpy.full(14, 77, dtype=numpy.int32)
     alive = weakref.ref(memory)
-    arguments = list(samples_accept.plan())
+    arguments = list(plan())
     query_start_loc, counts, arguments[3] = *arguments[:2], torch.from_numpy(memory)
     handle = bind("plan_window", **named("plan_window", arguments))
     del memory, arguments
@@ -242,7 +258,7 @@ def test_a_listed_tensor_that_moved_is_refused(change):
 
 @pytest.mark.parametrize("op", COMMITS)
 def test_more_requests_than_the_bound_call_has(op):
-    given = named(op, sample_inputs(op)[0])
+    given = named(op, call_of(op))
     requests = given["draft_start_loc"].shape[0] - 1
     handle = bind(op, begun=begun(requests + 1), **given)
     with pytest.raises(ValueError, match=f"num_requests must be from 0 to the {requests} of the bound call"):
@@ -251,7 +267,7 @@ def test_more_requests_than_the_bound_call_has(op):
 
 @pytest.mark.parametrize("op", COMMITS)
 def test_a_commit_needs_the_handle_of_its_begin(op):
-    given = named(op, sample_inputs(op)[0])
+    given = named(op, call_of(op))
     with pytest.raises(ValueError, match=r"^_commit_bound: bound must be a handle that was bound with begun"):
         commit_bound(given["num_rejected"], bind(op, **given))
     with pytest.raises(ValueError, match=rf"^{op}: begun must be a handle"):
@@ -259,7 +275,7 @@ def test_a_commit_needs_the_handle_of_its_begin(op):
 
 
 def test_commit_of_a_window_without_states():
-    given = named("close_window_from_rejected", sample_inputs("close_window_from_rejected")[0])
+    given = named("close_window_from_rejected", call_of("close_window_from_rejected"))
     before = begun_for(given | {"idx_mapping": None})
     with pytest.raises(ValueError, match=r"^close_window_from_rejected: idx_mapping must be given exactly if"):
         commit_bound(given["num_rejected"], bind("close_window_from_rejected", begun=before, **given))
@@ -277,7 +293,7 @@ WRONG_TOKENS = {
 @pytest.mark.parametrize("case", WRONG_TOKENS)
 def test_tokens_that_are_refused_write_nothing(case):
     name, wrong, error, sentence = WRONG_TOKENS[case]
-    given = named("reject_rows", sample_inputs("reject_rows")[0])
+    given = named("reject_rows", call_of("reject_rows"))
     handle = bind("reject_rows", begun=begun_for(given), **given)
     tokens = {name: given[name] for name in ("draft_token_ids", "sampled_token_ids")}
     tokens[name] = given["num_accepted"] if wrong is None else wrong(tokens[name])
@@ -290,7 +306,7 @@ def test_tokens_that_are_refused_write_nothing(case):
 @pytest.mark.parametrize("op", BINDABLE)
 def test_bind_checks_as_the_op(op):
     """The same error as the op's."""
-    arguments = sample_inputs(op)[0]
+    arguments = call_of(op)
     name = "draft_start_loc" if "draft_start_loc" in argument_names(op) else "row_slots"
     wrong = with_arguments(op, arguments, **{name: torch.zeros(3)})
     with pytest.raises(TypeError, match=f"^{op}: {name} must have dtype") as by_op:

@@ -12,12 +12,10 @@ import re
 import textwrap
 
 import pytest
-import tensors
 import torch
 from expecttest import assert_expected_inline
-from samples import sample_inputs
+from oracle_checks import random_log
 from samples_recurrent import Heads, make_layer
-from shadow_windows import Sequence, make_window
 from tensors import flags, int32, int64
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache, run_and_get_code
@@ -25,7 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from nwor_ops import ops
-from nwor_ops.testing import layouts
+from nwor_ops.ops import registry
+from nwor_ops.testing import layouts, samples
 
 # Everything the model computes itself is smaller than a log, so a buffer of a log's size is a copy.
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 2, 101, 4, 2, 8
@@ -246,17 +245,6 @@ def test_transaction_copies_nothing():
     assert max(sizes) < LOG_SIZE
 
 
-def test_restore_of_separate_planes():
-    """A list of separate tensors, as engines without one backing buffer have them."""
-    caches, log, row_slots, rejected = sample_inputs("restore_slots")[0]
-    planes = [cache.clone(memory_format=torch.contiguous_format) for cache in caches]
-
-    def restore(planes, log, row_slots, rejected):
-        ops.restore_slots(planes, log, row_slots, rejected)
-
-    assert_same_as_eager(restore, compiled(restore), (planes, log, row_slots, rejected))
-
-
 def test_log_and_restore_around_another_writer():
     """The other writer is traced too: neither Inductor nor functionalisation may reorder across it."""
 
@@ -267,7 +255,7 @@ def test_log_and_restore_around_another_writer():
         return cache * 2
 
     cache = small_integers(5, 4, 2, 8)
-    arguments = (cache, int64(3, 17, 8), int32(2, 0, 1), tensors.log_for(cache, 3)[None], flags(1, 0, 1))
+    arguments = (cache, int64(3, 17, 8), int32(2, 0, 1), random_log([cache], 3), flags(1, 0, 1))
     assert_same_as_eager(undone, compiled(undone), arguments)
 
 
@@ -316,36 +304,47 @@ def test_staged_step_copies_nothing():
     assert max(sizes) < LOG_SIZE
 
 
-def window_around_a_writer(window):
-    """open, a traced writer that follows the redirected slots, close."""
+def call_with_writer(op):
+    """A call of a window of shadow pages, whose planes another writer changes in the same graph."""
 
-    def step(planes, slot_mappings, block_tables, opens, closes):
-        ops.open_window(planes, [len(planes)], *opens[:5], slot_mappings, block_tables, *opens[5:])
-        for plane in planes:
-            slots = slot_mappings[0][:13]
-            plane.view(-1, *plane.shape[2:])[slots] = 7.0
-        seen = block_tables[0].clone()
-        ops.close_window(planes, [len(planes)], *closes[:6], slot_mappings, block_tables, *closes[6:])
-        return seen
+    def redirects(slot_mappings, page_offsets, caches, **_):
+        return len(slot_mappings) == 1 and page_offsets is None and caches[0].dtype == torch.float32
 
-    opens, closes = window.open_arguments(), window.close_arguments()
-    return step, (*window.tables(True), (*opens[2:7], *opens[9:13]), (*closes[2:8], *closes[10:12]))
+    calls = (samples.named(op, call.arguments) for call in samples.recorded(op, 60))
+    return next(call for call in calls if redirects(**call))
 
 
-def test_shadow_pages():
-    """The redirect happens in the graph before the writer, and is undone after it."""
-    window = make_window((Sequence(14, 1, 3, 1, state=2), Sequence(11, 1, 4, 4, state=4), Sequence(8, 4, 0, state=1)))
-    step, arguments = window_around_a_writer(window)
-    planes = [small_integers(*plane.shape) for plane in window.planes]
-    assert_same_as_eager(step, compiled(step), (planes, *arguments))
-    assert not torch.equal(step(planes, *layouts.twin(arguments)), arguments[1][0])
+@pytest.mark.parametrize("op", ["open_window", "close_window"])
+def test_shadow_pages(op):
+    """The redirect happens in the graph before the writer, and no plane is copied."""
+
+    def step(arguments):
+        getattr(ops, op)(**arguments)
+        for plane in arguments["caches"]:
+            plane[arguments["slot_mappings"][0][:2] // plane.shape[1]] = 7.0
+        return arguments["block_tables"][0].clone()
+
+    arguments = call_with_writer(op)
+    assert_same_as_eager(step, compiled(step), (arguments,))
+    assert max(allocations(step, arguments)) < arguments["caches"][0].numel()
 
 
-def test_shadow_pages_are_not_copied():
-    window = make_window((Sequence(14, 1, 3, 1, state=2), Sequence(11, 1, 4, 4, state=4), Sequence(8, 4, 0, state=1)))
-    step, arguments = window_around_a_writer(window)
-    planes = [small_integers(*plane.shape) for plane in window.planes]
-    assert max(allocations(step, planes, *arguments)) < planes[0].numel()
+# ---------------------------------------------------------------- every op
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("op", registry.OPS)
+def test_op_alone(device, op):
+    """Nothing is allocated or copied around an op, and every mutation is kept."""
+    arguments = samples.calls(op, 2, device)[-1]
+    eager, ours = layouts.twin(arguments), layouts.twin(arguments)
+    with torch.no_grad():
+        expected = getattr(ops, op)(*eager)
+        result, codes = run_and_get_code(compiled(getattr(ops, op)), *ours)
+    for one, other in zip(tree_leaves(result), tree_leaves(expected), strict=True):
+        assert one is other is None or torch.equal(one, other)
+    assert layouts.same_memory(ours, eager)
+    assert not re.search(r"= empty_strided|\baten\.(clone|copy)", "".join(codes))
 
 
 # ---------------------------------------------------------------- family recurrent

@@ -6,32 +6,19 @@ import math
 import re
 
 import bad_input
+import draft_examples as samples
 import oracle_checks
 import pytest
-import samples_drafter as samples
 import torch
 from expecttest import assert_expected_inline
-from hypothesis import given
-from hypothesis import strategies as st
-from samples import argument_names, ops_of, sample_inputs, with_arguments
 from tensors import flags, int32, int64, numbers
 
 from nwor_ops import ops
 from nwor_ops.testing import layouts
 from nwor_ops.testing.oracle import drafter as oracle_drafter
+from nwor_ops.testing.samples import argument_names, named, ops_of, with_arguments
 
 OPS = ops_of("drafter")
-
-
-@pytest.mark.debug_mode
-@pytest.mark.parametrize("op", OPS)
-def test_samples(device, op):
-    for arguments in sample_inputs(op):
-        oracle_checks.assert_same_as_oracle(op, arguments, device)
-
-
-def named(op, arguments):
-    return dict(zip(argument_names(op), arguments, strict=False))
 
 
 def run(op, arguments, device="cpu"):
@@ -126,7 +113,7 @@ def test_slots_by_hand(device):
     assert after["slot_mappings"].tolist() == [[*first, *second, *third, -1, -1, -1]]
 
 
-def test_ranks_of_a_context_share_the_slots_among_them():
+def test_ranks_share_the_slots():
     """Every token has a slot on exactly one rank, and the tokens of a rank fill its blocks without a gap."""
     for interleave in (1, 2, 4):
         slots = []
@@ -140,7 +127,7 @@ def test_ranks_of_a_context_share_the_slots_among_them():
             assert of_rank[of_rank >= 0].tolist() == [*range(200, 208)]
 
 
-def test_only_groups_that_ranks_share_need_blocks_of_whole_runs(device):
+def test_only_shared_groups_need_whole_runs(device):
     """A group of which each rank has all tokens, a group without slots, and a single rank."""
     whole = samples.slots(block_sizes=(6, 4, 0), size=2, rank=0, interleave=3, sharded=flags(1, 0, 1))
     after = run("compute_slot_mappings", whole, device)["slot_mappings"]
@@ -162,13 +149,9 @@ def test_blocks_that_split_a_run_of_a_rank(device):
         r"block_sizes must be multiples of cp_interleave \(3\) in groups that the ranks share, got 4 in group 0",
         device, tuple(left.values()),
     )  # fmt: skip
-    for place in {device, "meta"}:
-        with pytest.raises(
-            ValueError, match=r"block_sizes\[2\] must be a multiple of cp_interleave \(3\) with cp_size > 1, got 4"
-        ):
-            ops.compute_slot_mappings(
-                *layouts.twin(samples.slots(block_sizes=(0, 6, 4), size=2, rank=0, interleave=3), place)
-            )
+    wrong = layouts.twin(samples.slots(block_sizes=(0, 6, 4), size=2, rank=0, interleave=3), device)
+    sentence = r"block_sizes\[2\] must be a multiple of cp_interleave \(3\) with cp_size > 1, got 4"
+    oracle_checks.refuse("compute_slot_mappings", wrong, ValueError, sentence)
 
 
 def test_eagle_step_by_hand(device):
@@ -311,79 +294,6 @@ def test_local_lens_of_all_ranks_add_up(interleave):
     assert torch.equal(one, parts[0][:50])
 
 
-# ---------------------------------------------------------------- any batch
-
-
-@given(samples.batches(), st.integers(0, 3))
-def test_prefill_of_any_batch(device, batch, spare):
-    arguments = samples.prefill(*batch, capacity=max(batch[0]) + spare, rows=len(batch[1]) + spare)
-    oracle_checks.assert_same_as_oracle("prepare_prefill_inputs", arguments, device)
-
-
-@given(samples.batches(), st.integers(1, 3), st.booleans(), st.integers(0, 3), st.sampled_from([None, 1003]))
-def test_expand_of_any_batch(device, batch, num_new, shift, spare, max_len):
-    starts, states, rejected, _ = batch
-    growth = num_new - shift
-    capacity = max(starts) + growth * len(states) + spare
-    arguments = samples.expand(starts, states, rejected, num_new, shift, max_len, shift, capacity)
-    after = oracle_checks.assert_same_as_oracle("copy_expand_inputs", arguments, device)
-    of = named("copy_expand_inputs", after)
-    seq_lens = tuple(range(1, len(states) + 1))
-    extend = with_arguments(
-        "extend_queries",
-        samples.extend(starts, states, seq_lens, growth, capacity=capacity),
-        positions=of["positions"].cpu() % 40,
-        is_rejected=of["is_rejected"].cpu(),
-    )
-    extended = named("extend_queries", oracle_checks.assert_same_as_oracle("extend_queries", extend, device))
-    assert (extended["slot_mapping"][of["is_rejected"]] == -1).all()
-
-
-@given(samples.batches(), st.integers(0, 3), st.sampled_from([(4,), (2, 0, 4)]), st.integers(1, 3), st.booleans())
-def test_slots_of_any_batch(device, batch, spare, block_sizes, cp_size, some_sharded):
-    starts, states, _, _ = batch
-    clean = (*[start for start in starts if start >= 0], *[max(starts) for start in starts if start < 0])
-    sharded = flags(*[g % 2 for g in range(len(block_sizes))]) if some_sharded else None
-    arguments = samples.slots(
-        clean, states, block_sizes, max(starts) + spare, columns=20, size=cp_size, rank=cp_size - 1, interleave=2,
-        sharded=sharded,
-    )  # fmt: skip
-    oracle_checks.assert_same_as_oracle("compute_slot_mappings", arguments, device)
-
-
-@pytest.mark.parametrize("requests", [255, 256, 257, 1500])
-def test_many_requests(device, requests):
-    """More rows than threads in a block, tokens in many blocks, and a third of the rows padded."""
-    random = torch.Generator().manual_seed(requests)
-    real = requests * 2 // 3
-    lengths = torch.randint(0, 9, (real,), generator=random)
-    starts = (0, *lengths.cumsum(0).tolist(), *[-7] * (requests - real))
-    states = (*torch.randperm(real, generator=random).tolist(), *[samples.PADDED] * (requests - real))
-    rejected = tuple(torch.randint(0, 4, (requests,), generator=random).tolist())
-    tokens, rows = max(starts), tuple(range(requests))
-    capacity = tokens + 2 * requests + 5
-    expand = samples.expand(starts, states, rejected, 3, True, None, True, capacity)
-    clean = tuple(start if start >= 0 else tokens for start in starts)
-    cu = torch.randint(0, 5, (requests,), generator=random).cumsum(0)
-    query_ends = (cu + torch.arange(1, requests + 1)).tolist()
-    sampled = torch.randint(-1, 60, (requests, 5), generator=random).tolist()
-    calls = {
-        "prepare_prefill_inputs": samples.prefill(starts, states, rejected, rejected, tokens + 77, requests + 9, real),
-        "copy_expand_inputs": with_arguments("copy_expand_inputs", expand, next_token_ids=int64(*range(real))),
-        "extend_queries": samples.extend(starts, states, rows, 2, 0, capacity, capacity),
-        "compute_slot_mappings": samples.slots(
-            clean, states, (4, 8), tokens + 99, tokens, real, size=2, rank=1, interleave=2
-        ),
-        "prepare_decode_inputs": samples.decode(rows, rows, rejected, states, max_model_len=requests // 2),
-        "eagle_step": samples.eagle(rows, padded=30, max_model_len=requests // 2),
-        "prepare_inputs_padded": samples.padded_inputs(tuple(cu.tolist()), rejected, (0, *query_ends), None, 99),
-        "prepare_next_token_padded": samples.next_token(sampled, rows, 50),
-        "dcp_local_seq_lens": samples.local_lens(rows),
-    }
-    for op, arguments in calls.items():
-        oracle_checks.assert_same_as_oracle(op, arguments, device)
-
-
 @pytest.mark.parametrize("step", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("width", [1, 24, 33, 64, 4096, 4100])
@@ -406,53 +316,6 @@ def test_most_tables(device):
     oracle_checks.assert_same_as_oracle("compute_slot_mappings", samples.slots(block_sizes=(4,) * 64), device)
     more = layouts.twin(samples.slots(block_sizes=(4,) * 65), device)
     oracle_checks.refuse("compute_slot_mappings", more, ValueError, "block_tables must hold 1 to 64 tables, got 65")
-
-
-def test_some_tables_are_sharded(device):
-    arguments = samples.slots(block_sizes=(4, 8, 2), size=2, rank=0, interleave=2, sharded=flags(1, 0, 1))
-    oracle_checks.assert_same_as_oracle("compute_slot_mappings", arguments, device)
-    padded = (int32(2), int32(1), int32(0, 3), int32(9), int32(9))
-    oracle_checks.assert_same_as_oracle("prepare_inputs_padded", padded, device)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_ids_of_either_width_and_any_stride(device, op):
-    """An argument documented as int32 or int64 with any stride gives the same result as a plain one."""
-    arguments = sample_inputs(op, device)[0]
-    plain = named(op, layouts.twin(arguments))
-    getattr(ops, op)(*plain.values())
-    for name, value in named(op, arguments).items():
-        either = f" {name}: int32 or int64" in getattr(ops, op).__doc__
-        if not isinstance(value, torch.Tensor) or value.dim() != 1 or not either:
-            continue
-        for dtype in (torch.int32, torch.int64):
-            changed = named(
-                op, with_arguments(op, layouts.twin(arguments), **{name: samples.every_second(value.to(dtype))})
-            )
-            getattr(ops, op)(*changed.values())
-            for other, expected in plain.items():
-                if isinstance(expected, torch.Tensor):
-                    assert torch.equal(changed[other].to(expected.dtype), expected), (name, other)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_matrices_of_any_strides(device, op):
-    arguments = sample_inputs(op, device)[0]
-    expected = layouts.twin(arguments)
-    getattr(ops, op)(*expected)
-    free = {
-        "draft_tokens", "hidden_states", "next_hidden_states", "sampled_token_ids", "logits", "sampled", "logits_cache"
-    }  # fmt: skip
-    for place, name in enumerate(argument_names(op)[: len(arguments)]):
-        if name not in free or arguments[place].dim() < 2:
-            continue
-        strided = list(layouts.twin(arguments))
-        backwards = tuple(reversed(range(arguments[place].dim())))
-        strided[place] = layouts.surrounded(arguments[place].permute(backwards).contiguous()).permute(backwards)
-        getattr(ops, op)(*strided)
-        for one, other in zip(strided, expected, strict=True):
-            if isinstance(one, torch.Tensor):
-                assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def test_a_whole_loop_advances_as_told():
@@ -651,20 +514,6 @@ def test_two_tokens_of_a_pair_are_independent():
     assert (exponential.var(0) - 1).abs().max() < 4 * math.sqrt(8 / 20_000)
 
 
-def test_cache_keeps_the_raw_logits():
-    """The logits are at [state, step, :V] for any temperature. Nothing is written for a padded row, or after V."""
-    before = samples.sample(dtype=torch.bfloat16)
-    after = run("gumbel_sample", before)
-    logits, cache = before[0], after["logits_cache"]
-    expected = before[7].clone()
-    for row, (state, step) in enumerate(zip((3, 1, samples.PADDED, 0, 5), (1, 0, 2, 1, 1), strict=True)):
-        if state >= 0:
-            expected[state, step, :40] = logits[row]
-    assert torch.equal(cache.view(torch.int16), expected.view(torch.int16))
-    without = run("gumbel_sample", with_arguments("gumbel_sample", before, logits_cache=None))
-    assert torch.equal(without["sampled"], after["sampled"])
-
-
 def test_the_column_is_a_number_on_the_device(device):
     """Only column `step` of a matrix of drafts is written. There is one step for all rows, or one per row."""
     after = run("gumbel_sample", samples.sample(steps=(2,)), device)
@@ -691,250 +540,28 @@ def test_workspace_is_given_back_as_it_came():
     )
 
 
-# ---------------------------------------------------------------- errors: the message, and nothing written
+# ---------------------------------------------------------------- invalid data
 
 
-TENSORS = [
-    (op, name)
-    for op in OPS
-    for name, value in named(op, sample_inputs(op)[0]).items()
-    if isinstance(value, torch.Tensor)
-]
-
-
-@pytest.mark.parametrize(("op", "name"), TENSORS)
-def test_wrong_dtype(op, name):
-    arguments = sample_inputs(op)[0]
-    if name in ("hidden_states", "logits", "head"):  # several dtypes are allowed
-        value = torch.zeros(named(op, arguments)[name].shape, dtype=torch.complex128)
-    else:
-        value = torch.zeros(named(op, arguments)[name].shape, dtype=torch.float64)
-    wrong = "complex|another dtype|float64"
-    oracle_checks.refuse(
-        op, with_arguments(op, arguments, **{name: value}), TypeError, f"must have dtype .*, got .*({wrong})"
+def test_positions_at_the_end_of_64_bits():
+    """If a sum does not fit 64 bits, the result is the limit, or the largest number if there is no limit."""
+    last = 2**63 - 1
+    positions = samples.decode(positions=(last, 30, last - 1, 0, 0, 0))
+    assert run("prepare_decode_inputs", positions)["positions"].tolist()[:3] == [31, 31, 31]
+    rejected = with_arguments(
+        "prepare_decode_inputs", samples.decode(advance=False), num_rejected=int64(-last, 0, last, 0)
     )
+    lengths = run("prepare_decode_inputs", rejected)["seq_lens"].tolist()
+    assert lengths[:3] == [2**31 - 1, 32, 33 - (2**31 - 1)]
+    step = with_arguments("eagle_step", samples.eagle(positions=(0, 0, 3)), positions=int64(last, last - 1, 3))
+    after = run("eagle_step", step)
+    assert after["new_positions"].tolist()[:3] == [0, 0, 4]
+    assert after["slot_mapping"].tolist()[:3] == [-1, -1, 4 * int(step[1][2, 1])]
+    expanded = with_arguments("copy_expand_inputs", samples.expand(), target_positions=int64(*[last - 1] * 10))
+    assert run("copy_expand_inputs", expanded)["positions"].tolist()[:4] == [last - 1, last, last, last]
 
 
-@pytest.mark.parametrize(("op", "name"), TENSORS)
-def test_one_dimension_too_many(op, name):
-    arguments = sample_inputs(op)[0]
-    value = named(op, arguments)[name]
-    if name == "current_draft_step":
-        value = value.view(-1)
-    oracle_checks.refuse(op, with_arguments(op, arguments, **{name: value[None]}), ValueError, f"{name} must be ")
-
-
-# Arguments that determine the length of the others, or only limit the data.
-FREE_LENGTHS = {
-    ("prepare_prefill_inputs", "idx_mapping"), ("prepare_decode_inputs", "draft_tokens"),
-    ("prepare_decode_inputs", "seq_lens"), ("update_draft_inputs", "sampled"),
-    ("compute_slot_mappings", "idx_mapping"), ("eagle_step", "positions"),
-    ("prepare_inputs_padded", "cu_num_draft_tokens"), ("prepare_next_token_padded", "sampled_token_ids"),
-    ("gumbel_sample", "logits"), ("copy_expand_inputs", "num_rejected"), ("extend_queries", "target_seq_lens"),
-    ("dcp_local_seq_lens", "seq_lens"), ("update_draft_vocabulary", "sampled_tokens"),
-    ("update_draft_vocabulary", "prompt_tokens"), ("argmax_draft_tokens", "logits"),
-    ("expand_draft_logits", "row_of_token"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("op", "name"), [case for case in TENSORS if tuple(case) not in FREE_LENGTHS])
-def test_short_tensors_are_refused(op, name):
-    """Every length that another argument determines."""
-    arguments = sample_inputs(op)[0]
-    value = named(op, arguments)[name]
-    with pytest.raises((ValueError, IndexError), match=f"^{op}: "):
-        getattr(ops, op)(*with_arguments(op, arguments, **{name: value[:0]}))
-
-
-BAD_NUMBERS = {
-    "prepare_decode_inputs": {"max_model_len": 0},
-    "update_draft_inputs": {"max_model_len": 0, "num_speculative_steps": 0},
-    "compute_slot_mappings": {"cp_size": 0, "cp_interleave": 0, "cp_rank": 1, "block_sizes": [-1]},
-    "eagle_step": {"block_size": 0, "max_model_len": -1},
-    "prepare_next_token_padded": {"vocab_size": 0},
-    "copy_expand_inputs": {"num_new_tokens": 0, "max_model_len": 0},
-    "extend_queries": {"block_size": 0, "max_model_len": 0, "num_new_tokens": -1},
-    "dcp_local_seq_lens": {"dcp_size": 0, "cp_interleave": 0, "dcp_rank": 4},
-}
-
-
-@pytest.mark.parametrize(
-    ("op", "name", "value"), [(op, *wrong) for op, wrongs in BAD_NUMBERS.items() for wrong in wrongs.items()]
-)
-def test_bad_number(op, name, value):
-    sentence = rf"{name} must (be positive|not be negative|be in \[0, \d+\)), got "
-    oracle_checks.refuse(op, with_arguments(op, sample_inputs(op)[0], **{name: value}), ValueError, sentence)
-
-
-BAD_DATA = {
-    "starts that decrease": ("prepare_prefill_inputs", samples.prefill((0, 4, 3, 9, 9)), ValueError,
-        "query_start_loc must start at 0 or above and not decrease, got 4 and 3 around request 1"),
-    "negative start": ("extend_queries", samples.extend((-2, 4, 5, 9, 9)), ValueError, "got -2 and 4"),
-    "tokens past the target's": ("prepare_prefill_inputs", with_arguments("prepare_prefill_inputs",
-        samples.prefill(), target_positions=int64(1, 2, 3, 4, 5)), ValueError,
-        "got 5 where request 2 ends at token 9"),
-    "tokens past the capacity": ("prepare_prefill_inputs", samples.prefill(capacity=8), ValueError,
-        "got 8 places where request 2 ends at token 9"),
-    "a real row after a padded one": ("prepare_prefill_inputs", samples.prefill(states=(3, -1, 2, -1)), ValueError,
-        "idx_mapping must have its negative entries last, got 2 at row 2"),
-    "an unknown state": ("prepare_prefill_inputs", samples.prefill(states=(3, 5, 2, -1)), IndexError,
-        "idx_mapping must be below 5, the number of request states, got 5 at row 1"),
-    "real after padded in a step": ("prepare_decode_inputs", samples.decode(states=(1, -1, 0, -1)), ValueError,
-        "negative entries last"),
-    "a step past the columns": ("update_draft_inputs", samples.update(step=3), IndexError,
-        r"current_draft_step must be in \[0, 3\), got 3"),
-    "a negative step": ("update_draft_inputs", samples.update(step=-1), IndexError, "got -1"),
-    "a state without blocks": ("compute_slot_mappings", samples.slots(states=(3, 5, 2, -1)), IndexError, "got 5"),
-    "a position past the blocks": ("compute_slot_mappings", samples.slots(first_position=16), IndexError,
-        r"positions must be in \[0, 24\), got 24 at token 8"),
-    "a negative position": ("compute_slot_mappings", samples.slots(first_position=-1), IndexError,
-        "got -1 at token 0"),
-    "more tokens than slots": ("compute_slot_mappings", samples.slots(capacity=8), ValueError, "got 8 places"),
-    "an eagle before the start": ("eagle_step", samples.eagle((3, -2)), IndexError,
-        "positions must be at least -1, got -2 at row 1"),
-    "drafts that decrease": ("prepare_inputs_padded", samples.padded_inputs((3, 2, 6, 9, 9)), ValueError,
-        "cu_num_draft_tokens must not decrease, got 2 at request 1 after 3"),
-    "a state without a temperature": ("gumbel_sample", samples.sample(states=(3, 6, -1, 0, 5)), IndexError,
-        "idx_mapping must be below 6"),
-    "a step past the drafts": ("gumbel_sample", samples.sample(steps=(1, 0, 2, 3, 1)), IndexError, "got 3 at row 3"),
-    "a step past the cache": ("gumbel_sample", samples.sample(steps=(1, 0, 9, 3, 1), matrix=False), IndexError,
-        "got 3 at row 3"),
-    "no room to expand": ("copy_expand_inputs", samples.expand(capacity=14), ValueError, "got 14 places"),
-    "a bonus of no state": ("copy_expand_inputs", samples.expand(states=(3, 6, 2, -1)), IndexError, "got 6 at row 1"),
-    "positions past the table": ("extend_queries", samples.extend(columns=7), IndexError,
-        r"positions must be in \[0, 28\), got 29 at token 9"),
-    "far fewer places than tokens": ("prepare_prefill_inputs", samples.prefill(capacity=6), ValueError,
-        "got 6 places"),
-    "a state far outside": ("prepare_prefill_inputs", samples.prefill(states=(3, 2**31 - 1, 2, -1)), IndexError,
-        "got 2147483647 at row 1"),
-    "a state far from the blocks": ("compute_slot_mappings", samples.slots(states=(3, 99, 2, -1)), IndexError,
-        "got 99"),
-    "positions far past the blocks": ("compute_slot_mappings", samples.slots(first_position=10**6), IndexError,
-        r"positions must be in \[0, 24\), got 100000\d at token"),
-    "positions far before the start": ("compute_slot_mappings", samples.slots(first_position=-(10**6)), IndexError,
-        r"got -\d+ at token"),
-    "an eagle far before the start": ("eagle_step", samples.eagle((3, -(2**30))), IndexError,
-        "positions must be at least -1, got -1073741824 at row 1"),
-    "a state far from the temperatures": ("gumbel_sample", samples.sample(states=(3, 10**6, -1, 0, 5)), IndexError,
-        "idx_mapping must be below 6, .*, got 1000000 at row 1"),
-    "steps outside on either side": ("gumbel_sample", samples.sample(steps=(1, 0, 10**6, 3, -1)), IndexError,
-        r"got (3 at row 3|-1 at row 4)"),
-    "a bonus far from the states": ("copy_expand_inputs", samples.expand(states=(3, 10**6, 2, -1)), IndexError,
-        "got 1000000 at row 1"),
-    "positions far past the table": ("extend_queries", samples.extend(first_position=25, columns=1), IndexError,
-        r"positions must be in \[0, 4\), got \d+ at token"),
-}  # fmt: skip
-
-
-BAD_SHAPES = {
-    "fewer blocks than queries": ("extend_queries", with_arguments("extend_queries", samples.extend(),
-        block_table=int32(*range(40)).view(5, 8)), ValueError,
-        "block_table must be of as many rows as there are queries"),
-    "no tables": ("compute_slot_mappings", with_arguments("compute_slot_mappings", samples.slots(), block_tables=[]),
-        ValueError, "block_tables must hold 1 to 64 tables, got 0"),
-    "fewer sizes than tables": ("compute_slot_mappings", with_arguments("compute_slot_mappings", samples.slots(),
-        block_sizes=[]), ValueError, "block_sizes must hold one size for each of the 1 tables, got 0"),
-    "blocks that split a run of one rank": ("compute_slot_mappings",
-        samples.slots(block_sizes=(0, 6, 4), size=2, rank=0, interleave=3), ValueError,
-        r"block_sizes\[2\] must be a multiple of cp_interleave \(3\) with cp_size > 1, got 4"),
-    "one half of the hidden states": ("update_draft_inputs", with_arguments("update_draft_inputs", samples.update(),
-        next_hidden_states=None), ValueError, "must be given together"),
-    "hidden states of two widths": ("update_draft_inputs", with_arguments("update_draft_inputs", samples.update(),
-        next_hidden_states=numbers(4, 23, dtype=torch.bfloat16)), ValueError, "of the width of hidden_states"),
-    "a mapping without a shift": ("copy_expand_inputs", samples.expand(shift=False), ValueError,
-        "hidden_state_mapping must be None without shift_input_ids"),
-    "seeds and temperatures of two lengths": ("gumbel_sample", with_arguments("gumbel_sample", samples.sample(),
-        seeds=int64(1, 2, 3)), ValueError, "seeds must be one for each entry of temperature"),
-    "a vocabulary of nothing": ("gumbel_sample", with_arguments("gumbel_sample", samples.sample(),
-        logits=torch.zeros(5, 0)), ValueError, "logits must be .* with at least one token"),
-    "a cache that is too narrow": ("gumbel_sample", samples.sample(spare=-1), ValueError, "logits_cache must be "),
-}  # fmt: skip
-
-
-@pytest.mark.debug_mode
-@pytest.mark.parametrize("case", BAD_DATA)
-def test_bad_data(device, case):
-    op, arguments, error, sentence = BAD_DATA[case]
-    bad_input.check_bad_data(op, layouts.twin(arguments), error, sentence, device)
-
-
-@pytest.mark.parametrize("case", BAD_SHAPES)
-def test_bad_shapes_are_refused_whole(case):
-    op, arguments, error, sentence = BAD_SHAPES[case]
-    oracle_checks.refuse(op, layouts.twin(arguments), error, sentence)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_outputs_may_share_no_memory(op):
-    """Pair each output with each other argument of the same dtype and length."""
-    arguments = sample_inputs(op)[0]
-    declared = getattr(torch.ops.nwor, op).default._schema.arguments
-    in_place = {("new_positions", "positions"), ("local_seq_lens", "seq_lens"), ("next_hidden_states", "hidden_states")}
-    checked = 0
-    for output, one in zip(declared, arguments, strict=False):
-        for other, two in zip(declared, arguments, strict=False):
-            tensors = isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
-            if output.alias_info is None or output.name == other.name or not tensors or one.dtype != two.dtype:
-                continue
-            if (output.name, other.name) in in_place or one.dim() != 1 or two.dim() != 1:
-                continue
-            whole = layouts.surrounded(torch.zeros(max(len(one), len(two)), dtype=one.dtype))
-            shared = {output.name: whole[: len(one)], other.name: whole[: len(two)]}
-            oracle_checks.refuse(op, with_arguments(op, arguments, **shared), ValueError, "must not share memory")
-            checked += 1
-    assert checked or op in ("compute_slot_mappings", "gumbel_sample", "dcp_local_seq_lens", "expand_draft_logits")
-
-
-def test_matrices_may_share_no_memory():
-    whole = int64(*range(24))
-    slots = with_arguments(
-        "compute_slot_mappings", samples.slots(), positions=whole[:12], slot_mappings=whole[8:20].view(1, 12)
-    )
-    oracle_checks.refuse(
-        "compute_slot_mappings", slots, ValueError, "slot_mappings and positions must not share memory"
-    )
-    steps = int64(*[1] * 18)
-    shared = with_arguments("gumbel_sample", samples.sample(), step=steps[:5], sampled=steps.view(6, 3))
-    oracle_checks.refuse("gumbel_sample", shared, ValueError, "sampled and step must not share memory")
-    drafts = int64(*range(12)).view(4, 3)
-    own = with_arguments("update_draft_inputs", samples.update(), draft_tokens=drafts, sampled=drafts[:, 0])
-    oracle_checks.refuse("update_draft_inputs", own, ValueError, "draft_tokens and sampled must not share memory")
-    lengths = int32(*range(9))
-    shifted = (lengths[1:], lengths[:8], 2, 0)
-    oracle_checks.refuse("dcp_local_seq_lens", shifted, ValueError, "local_seq_lens and seq_lens must not share memory")
-
-
-def test_gradients_are_refused():
-    arguments = sample_inputs("gumbel_sample")[0]
-    with pytest.raises(RuntimeError, match="gumbel_sample: logits must not require a gradient"):
-        ops.gumbel_sample(*with_arguments("gumbel_sample", arguments, logits=arguments[0].requires_grad_()))
-    with torch.no_grad():
-        ops.gumbel_sample(*arguments)
-    arguments = sample_inputs("update_draft_inputs")[0]
-    hidden = numbers(4, 24, dtype=torch.bfloat16).requires_grad_()
-    with pytest.raises(RuntimeError, match="update_draft_inputs: hidden_states must not require a gradient"):
-        ops.update_draft_inputs(*with_arguments("update_draft_inputs", arguments, hidden_states=hidden))
-
-
-# ---------------------------------------------------------------- torch.compile
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_compiled_whole(op):
-    """fullgraph=True: no graph break at an op, and every mutation is kept."""
-    eager, compiled = layouts.twin(sample_inputs(op)[0]), layouts.twin(sample_inputs(op)[0])
-
-    def call(*arguments):
-        getattr(ops, op)(*arguments)
-        return sum(a.sum().double() for a in arguments if isinstance(a, torch.Tensor) and not a.is_floating_point())
-
-    torch._dynamo.reset()
-    expected = call(*eager)
-    assert torch.compile(call, fullgraph=True)(*compiled) == expected
-    assert all(torch.equal(a, b) for a, b in zip(layouts.memory(eager), layouts.memory(compiled), strict=True))
-
-
-def test_the_docstrings_name_every_argument():
+def test_docstrings_name_every_argument():
     for op in OPS:
         for name in argument_names(op):
             assert re.search(rf"\b{name}\b", getattr(ops, op).__doc__), (op, name)

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 from no_sync import Forbidden, guard
-from samples import ops_of, sample_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transactions import KINDS, Batch, Request, Transactions, one_thread  # noqa: F401
 
 import nwor_ops.transaction.manager
 from nwor_ops import ops
+from nwor_ops.testing import samples
 from nwor_ops.transaction.window import WindowBuffers
 
 MIXED = (Request(5), Request(1, 4, 2), Request(1, 3, 0), Request(1), Request(2, 2, 2), Request(0))
@@ -133,9 +133,9 @@ def test_nothing_is_allocated(kinds, end):
     assert result == [0]
 
 
-@pytest.mark.parametrize("op", ops_of("recurrent"))
+@pytest.mark.parametrize("op", samples.ops_of("recurrent"))
 def test_recurrent_ops_allocate_nothing(op):
-    for arguments in sample_inputs(op):
+    for arguments in samples.calls(op):
         result: list[int] = []
         with counted(result):
             getattr(ops, op)(*arguments)

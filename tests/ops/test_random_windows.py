@@ -1,22 +1,22 @@
-"""Random windows: they call every op, they agree with the oracles, and a wrong byte of any op is found."""
+"""Random windows: they call every op, the ops agree with the oracles, and a wrong byte of any op is found."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 
 import pytest
 import torch
-from samples import OPS, argument_names, ops_of
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 
 from nwor_ops import ops
 from nwor_ops.ops import registry
-from nwor_ops.testing import random_windows
+from nwor_ops.testing import samples
 from nwor_ops.testing.against_oracle import Mismatch, compare_with_oracle
 from nwor_ops.testing.layouts import surrounded
-from nwor_ops.testing.random_windows import FAMILIES, run_round, run_window
+from nwor_ops.testing.random_windows import run_round, run_window
+from nwor_ops.testing.samples import FAMILIES, argument_names
 
+OPS = tuple(registry.OPS)
 FAMILY_OF = {op: registry.OPS[op].family for op in OPS}
 MOST_SEEDS = 30  # in which every op is called
 
@@ -26,30 +26,62 @@ def run_windows(family: str) -> None:
         run_window(family, seed, "cpu")
 
 
+@pytest.mark.parametrize("seed", range(0, 60, 10))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_match_oracle(device, family, seed):
+    for number in range(seed, seed + 10):
+        run_window(family, number, device)
+
+
+@pytest.mark.parametrize("num_requests", [0, 1, 33, 257])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_number_of_requests(device, family, num_requests):
+    """More requests than threads in a block, and tokens in many blocks."""
+    for seed in range(3 if num_requests < 100 else 1):
+        run_window(family, seed, device, min(num_requests, 33) if family == "recurrent" else num_requests)
+
+
+@pytest.mark.usefixtures("four_threads")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_on_several_threads(family):
+    for seed in range(3):
+        run_window(family, seed, "cpu", 16)
+
+
 def test_rounds_call_every_op(device):
-    calls: Counter[str] = Counter()
-    for seed in range(6):
-        calls += run_round(seed, device)
+    calls = sum((run_round(seed, device) for seed in range(3)), run_round(3, device))
     assert set(calls) == set(OPS)
 
 
-def test_every_family_has_windows():
-    assert set(FAMILIES) == set(FAMILY_OF.values())
-    assert all(set(run_window(family, 1, "cpu")) & set(ops_of(family)) for family in FAMILIES)
+@pytest.mark.parametrize("op", OPS)
+def test_calls_vary_every_argument(op):
+    """Optional tensors are passed and left out, and options are on and off."""
+    calls = [samples.named(op, call.arguments) for call in samples.recorded(op, 40)]
+    for argument in registry.OPS[op].overload._schema.arguments:
+        values = [call.get(argument.name) for call in calls]
+        if argument.name == "plane_table" or argument.name in ("use_qk_l2norm", "moves_rows"):
+            continue  # tests/ops/test_plane_table.py, test_recurrent.py and test_recurrent_blocks.py
+        if str(argument.type).startswith("Optional"):
+            assert {value is None for value in values} == {True, False}, argument.name
+        elif str(argument.type) == "bool":
+            assert set(values) == {True, False}, argument.name
 
 
-def test_a_seed_gives_the_same_windows(monkeypatch):
-    seen: list[list[str]] = []
+@pytest.mark.parametrize("op", OPS)
+def test_data_seeds_keep_shapes(op):
+    """Another data seed changes only what tensors hold. A seed gives the same call each time."""
 
-    def recorded(op, arguments, *rest):
-        seen[-1].append(f"{op} {tree_map(lambda leaf: leaf.tolist() if torch.is_tensor(leaf) else leaf, arguments)}")
-        return compare_with_oracle(op, arguments, *rest)
+    def shape_of(call):
+        return [
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.storage_offset()) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in tree_leaves(call.arguments)
+        ]
 
-    monkeypatch.setattr(random_windows, "compare_with_oracle", recorded)
-    for seed in (4, 4, 5):
-        seen.append([])
-        run_window("drafter", seed, "cpu")
-    assert seen[0] == seen[1] != seen[2]
+    first, *others = (samples.recorded(op, 6, data_seed) for data_seed in range(3))
+    for other in others:
+        assert list(map(shape_of, other)) == list(map(shape_of, first))
+    contents = [repr(calls[-1].arguments) for calls in (first, samples.recorded(op, 6), others[0])]
+    assert contents[0] == contents[1]
 
 
 def spoiled(op: str, how):
@@ -60,8 +92,8 @@ def spoiled(op: str, how):
 
     def call(*arguments):
         results = original(*arguments)
-        given = dict(zip(argument_names(op), arguments, strict=False))
-        written = [given[name] for name in mutated if given.get(name) is not None] or list(results)
+        passed = dict(zip(argument_names(op), arguments, strict=False))
+        written = [passed[name] for name in mutated if passed.get(name) is not None] or list(results)
         how([part for one in written for part in (one if isinstance(one, list) else [one])])
         return results
 
@@ -75,13 +107,13 @@ def change_an_element(tensors: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_wrong_element_of_any_op_is_found(op, monkeypatch):
+def test_wrong_element_is_found(op, monkeypatch):
     monkeypatch.setattr(ops, op, spoiled(op, change_an_element))
     with pytest.raises(Mismatch, match=f"^{op}: "):
         run_windows(FAMILY_OF[op])
 
 
-def test_a_byte_outside_the_arguments_is_found(monkeypatch):
+def test_byte_outside_arguments_is_found(monkeypatch):
     def write_past_the_end(tensors: list[torch.Tensor]) -> None:
         storage = tensors[0].untyped_storage()
         storage[len(storage) - 1] = storage[len(storage) - 1] ^ 1
@@ -91,7 +123,7 @@ def test_a_byte_outside_the_arguments_is_found(monkeypatch):
         run_window("staging", 0, "cpu")
 
 
-def test_the_message_names_the_first_place(monkeypatch):
+def test_message_names_first_place(monkeypatch):
     def dcp_local_seq_lens(seq_lens, local_seq_lens, *rest):
         original(seq_lens, local_seq_lens, *rest)
         local_seq_lens[1] += 2
@@ -104,7 +136,7 @@ def test_the_message_names_the_first_place(monkeypatch):
         compare_with_oracle("dcp_local_seq_lens", (lengths, torch.zeros_like(lengths), 2, 1, 2))
 
 
-def test_numbers_within_the_tolerance_are_accepted(monkeypatch):
+def test_numbers_within_tolerance_are_accepted(monkeypatch):
     monkeypatch.setattr(ops, "gated_delta_fold", spoiled("gated_delta_fold", lambda tensors: tensors[0].mul_(1 + 1e-7)))
     for seed in range(4):
         run_window("recurrent", seed, "cpu")

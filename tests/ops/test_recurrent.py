@@ -12,15 +12,13 @@ import pytest
 import samples_recurrent as samples
 import torch
 from bad_input import check_bad_data
-from hypothesis import given
-from hypothesis import strategies as st
-from samples import argument_names, sample_inputs, with_arguments
 from samples_recurrent import Heads
 from tensors import flags, int32, int64
 
 from nwor_ops import ops
 from nwor_ops.testing import layouts
 from nwor_ops.testing.oracle import recurrent as oracle
+from nwor_ops.testing.samples import argument_names, named, with_arguments
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -29,17 +27,7 @@ KEY_WIDTHS, VALUE_WIDTHS = (64, 96, 128, 256), (64, 128, 192, 256)
 PLANS = ("plan_recurrent_window", "plan_recurrent_fold")
 
 
-def named(op: str, arguments: tuple) -> dict:
-    return dict(zip(argument_names(op), arguments, strict=False))
-
-
 # ---------------------------------------------------------------- plans
-
-
-@pytest.mark.parametrize("op", PLANS)
-def test_plans_of_samples(device, op):
-    for arguments in sample_inputs(op):
-        oracle_checks.assert_same_as_oracle(op, arguments, device)
 
 
 def test_window_by_hand(device):
@@ -72,52 +60,6 @@ def test_cursors_follow_the_windows(device):
         seen.append((plan[0].tolist(), cursors[1].tolist()))
     assert seen == [([1, 0, 0, 1], [3, 1]), ([1, 1, 1, 1], [2, 0]), ([1, 2, 0, 1], [3, 1])]
     assert window.item() == 3
-
-
-@given(st.data())
-def test_any_window(data):
-    """Slots in any order, skipped requests, and every valid acceptance."""
-    requests, slots, rows = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 12)), data.draw(st.integers(1, 32))
-    pending = st.tuples(st.integers(0, rows), st.integers(0, 1))
-    cursors = data.draw(st.lists(pending, min_size=slots, max_size=slots))
-    order = data.draw(st.permutations(range(1, slots)))[:requests]
-    state_slots = [slot if data.draw(st.booleans()) else data.draw(st.integers(-2, 0)) for slot in order]
-    lengths = [data.draw(st.integers(0, rows)) for _ in state_slots]
-    kept = [data.draw(st.integers(1, max(1, cursors[max(slot, 0)][0]))) for slot in state_slots]
-    is_window = data.draw(st.none() | st.lists(st.integers(0, 1), min_size=len(order), max_size=len(order)))
-    oracle_checks.assert_same_as_oracle(
-        PLANS[0],
-        samples.window(
-            tuple(state_slots), tuple(itertools.accumulate(lengths, initial=0)), tuple(kept), is_window,
-            tuple(cursors), rows, len(order) + data.draw(st.integers(0, 2)), data.draw(st.booleans()),
-        ),
-    )  # fmt: skip
-
-
-@given(st.data())
-def test_any_fold_plan(data):
-    """Folds in place and copies, with more and fewer rows than are pending."""
-    slots = data.draw(st.integers(1, 12))
-    cursors = data.draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1)), min_size=slots, max_size=slots))
-    free = data.draw(st.permutations(range(1, slots)))
-    sources, targets = [], []
-    while free:
-        source = free.pop()
-        kind = data.draw(st.sampled_from(("in place", "copy", "nobody's")))
-        if kind == "copy" and free:
-            for _ in range(data.draw(st.integers(1, len(free)))):  # one source of several
-                sources.append(source)
-                targets.append(free.pop())
-        else:
-            sources.append(source if kind != "nobody's" else data.draw(st.integers(-1, 0)))
-            targets.append(source)
-    rows = data.draw(st.lists(st.integers(-2, 7), min_size=len(sources), max_size=len(sources)))
-    oracle_checks.assert_same_as_oracle(
-        PLANS[1],
-        samples.fold_plan(
-            tuple(sources), tuple(targets), tuple(rows), tuple(cursors), data.draw(st.booleans()), len(rows) + 1
-        ),
-    )
 
 
 # The invalid arguments, the request that has them, and the message.
@@ -267,19 +209,6 @@ def check_verify(arguments: tuple, device: str = "cpu") -> tuple:
         mine.copy_(before)
     assert layouts.same_memory(restored, arguments)
     return ours
-
-
-@pytest.mark.parametrize("norm", [None, "silu", "sigmoid"])
-@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-def test_verify(device, state_dtype, dtype, per_channel, norm):
-    check_verify(
-        samples.verify(
-            Heads(2, 4), state_dtype=state_dtype, dtype=dtype, per_channel=per_channel, norm=norm, all_states=True
-        ),
-        device,
-    )
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
@@ -447,24 +376,6 @@ def test_a_window_may_move_a_state(device):
     check_verify(with_arguments(VERIFY, arguments, plan=moved), device)
 
 
-@given(st.data())
-def test_any_window_of_a_layer(data):
-    """Windows of different lengths in any slots."""
-    free = data.draw(st.permutations(range(1, 5)))
-    requests = []
-    for _ in range(data.draw(st.integers(0, 5))):
-        slot = free.pop() if free and data.draw(st.booleans()) else 0
-        numbers = (data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1)))
-        requests.append(samples.Planned(slot, *numbers))
-    check_verify(
-        samples.verify(
-            Heads(1, 1), tuple(requests), data.draw(st.sampled_from(STATE_DTYPES)), data.draw(st.sampled_from(DTYPES)),
-            data.draw(st.booleans()), data.draw(st.sampled_from((None, "silu"))), data.draw(st.booleans()),
-            extra_tokens=data.draw(st.integers(0, 2)), seed=data.draw(st.integers(0, 99)),
-        )
-    )  # fmt: skip
-
-
 # ---------------------------------------------------------------- layouts
 
 
@@ -483,13 +394,6 @@ def test_misaligned_states(device, state_dtype, shift):
     every = layouts.surrounded(named(VERIFY, arguments)["all_states"], edge=64 + shift // state_dtype.itemsize)
     check_verify(with_arguments(VERIFY, arguments, all_states=every), device)
     check_fold(samples.fold(state_dtype=state_dtype, shift=shift), device)
-
-
-def test_all_states_of_any_stride(device):
-    arguments = samples.verify(all_states=True)
-    every = named(VERIFY, arguments)["all_states"]
-    spaced = layouts.surrounded(torch.stack([every, every], 1))[:, 0]
-    check_verify(with_arguments(VERIFY, arguments, all_states=spaced), device)
 
 
 def copies(arguments: tuple, name: str) -> list[torch.Tensor]:
@@ -583,12 +487,6 @@ def check_fold(arguments: tuple, device: str = "cpu") -> tuple:
 def test_fold(device, state_dtype, heads, per_channel):
     for dtype in DTYPES:
         check_fold(samples.fold(3, heads, state_dtype=state_dtype, dtype=dtype, per_channel=per_channel), device)
-
-
-@pytest.mark.parametrize("gap", [4, 6, 12, 4096])
-def test_fold_in_pages(device, gap):
-    for state_dtype in STATE_DTYPES:
-        check_fold(samples.fold(2, Heads(1, 3), state_dtype=state_dtype, gap=gap), device)
 
 
 def test_fold_of_nothing(device):
@@ -914,18 +812,6 @@ def refused_shapes() -> dict[str, tuple[dict, str]]:
 def test_refused(device, changed, sentence):
     arguments = layouts.twin(with_arguments(VERIFY, samples.verify(norm="silu", all_states=True), **changed), device)
     oracle_checks.refuse(VERIFY, arguments, ValueError, sentence)
-
-
-OPTIONS = ("gate alone", "activation", "no A_log", "no dt_bias", "bound of nothing", "doubled beta that was given")
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_fake_refuses_options(option):
-    """An invalid model fails while it is traced."""
-    changed, sentence = refused_shapes()[option]
-    arguments = layouts.twin(with_arguments(VERIFY, samples.verify(norm="silu", all_states=True), **changed), "meta")
-    with pytest.raises(ValueError, match=rf"^{VERIFY}: {sentence}"):
-        ops.gated_delta_verify(*arguments)
 
 
 def test_refused_lists(device):

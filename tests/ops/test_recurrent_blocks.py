@@ -7,21 +7,14 @@ import pytest
 import samples_recurrent as samples
 import torch
 from bad_input import check_bad_data
-from hypothesis import given
-from hypothesis import strategies as st
-from samples import sample_inputs, with_arguments
 from tensors import int32
 
 from nwor_ops import ops
 from nwor_ops.testing import layouts
+from nwor_ops.testing.samples import with_arguments
 
 OP = "plan_recurrent_block_fold"
 MOST_TABLES = 64
-
-
-def test_samples(device):
-    for arguments in sample_inputs(OP):
-        oracle_checks.assert_same_as_oracle(OP, arguments, device)
 
 
 def with_pending(arguments: tuple, **rows: int) -> tuple:
@@ -59,39 +52,6 @@ def test_moved_rows_stay_pending(device):
     assert {block: cursors[block].tolist() for block in (1, 2, 6, 8)} == {
         1: [0, 1, 0], 2: [0, 1, 5], 6: [0, 1, 0], 8: [0, 1, 5],
     }  # fmt: skip
-
-
-@given(st.data())
-def test_any_blocks(data):
-    """Any tables, columns and numbers of tokens, before and after a step."""
-    groups, rows, columns, size = (data.draw(st.integers(1, most)) for most in (3, 4, 4, 6))
-    blocks = iter(data.draw(st.permutations(range(1, groups * rows * columns + 1))))
-    tables = tuple(tuple(tuple(next(blocks) for _ in range(columns)) for _ in range(rows)) for _ in range(groups))
-
-    def of_rows(least: int, most: int) -> tuple[int, ...]:
-        return tuple(data.draw(st.integers(least, most)) for _ in range(rows))
-
-    pending = data.draw(st.lists(st.integers(0, 5), min_size=49, max_size=49))
-    sources, after = of_rows(-1, columns - 1), data.draw(st.booleans())
-    kept = []
-    for row, column in enumerate(sources):
-        rows_of = [pending[table[row][column]] for table in tables if column >= 0 and pending[table[row][column]]]
-        kept.append(data.draw(st.integers(1, min(rows_of)) if rows_of else st.integers(-1, 7)))
-    drawn = {"source_columns": sources, "num_kept": tuple(kept)}
-    drawn |= (
-        {"num_computed_tokens": of_rows(-1, columns * size)} if after else {"target_columns": of_rows(-1, columns - 1)}
-    )
-    requests = data.draw(st.permutations(range(rows)))[: data.draw(st.integers(0, rows))]
-    padded = [row if data.draw(st.booleans()) else -1 for row in requests]
-    ring = data.draw(st.booleans())
-    arguments = list(samples.block_fold(
-        drawn, tables, tuple(padded), ring, ring and not after and data.draw(st.booleans()),
-        data.draw(st.sampled_from((torch.int32, torch.int64))), size, data.draw(st.integers(0, 2)),
-    ))  # fmt: skip
-    cursors = torch.zeros(49, 3 if ring else 2, dtype=torch.int32)
-    cursors[:, 0] = torch.tensor(pending)
-    arguments[1] = cursors
-    oracle_checks.assert_same_as_oracle(OP, tuple(arguments))
 
 
 def test_the_folds_are_those_of_their_slots(device):

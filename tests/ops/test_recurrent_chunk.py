@@ -15,7 +15,6 @@ from samples_recurrent import Heads
 from tensors import int32, int64
 
 from nwor_ops import ops
-from nwor_ops.testing import layouts
 from nwor_ops.testing.oracle import recurrent as oracle
 
 CHUNK, WINDOW = 16, 8
@@ -125,16 +124,6 @@ def test_most_tokens_of_a_window():
         ops.plan_recurrent_window(
             torch.zeros(1, 4).int(), torch.zeros(2, 3).int(), int64(0), int32(1), int32(0, 1), int32(0), 9, chunk=CHUNK
         )
-
-
-@pytest.mark.parametrize("place", ["cpu", "meta"])
-@pytest.mark.parametrize("op", ["plan_recurrent_window", "gated_delta_verify", "gated_delta_fold"])
-@pytest.mark.parametrize("chunk", [-16, 8, 2**40])
-def test_refused_sizes_of_a_chunk(chunk, op, place):
-    """An invalid size fails while it is traced, with the same message."""
-    arguments = next(given for given in samples.recurrent_samples(op) if type(given[-1]) is int and given[-1] == CHUNK)
-    with pytest.raises(ValueError, match=f"^{op}: chunk must be 0 or 16, got {chunk}$"):
-        getattr(ops, op)(*layouts.twin(arguments[:-1], place), chunk)
 
 
 # ---------------------------------------------------------------- bits

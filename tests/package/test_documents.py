@@ -11,7 +11,6 @@ import re
 from dataclasses import fields
 
 import pytest
-from samples import OPS
 
 import nwor_ops
 from nwor_ops.config import ENVIRONMENT_PREFIX, NworConfig
@@ -210,7 +209,7 @@ def public_of(module: str) -> list[str]:
 
 def test_every_op_is_on_the_map() -> None:
     text = (ROOT / "docs" / "reference" / "ops.md").read_text()
-    assert [op for op in OPS if f"`{op}`" not in text] == []
+    assert [op for op in registry.OPS if f"`{op}`" not in text] == []
 
 
 def test_building_blocks_are_called_by_nothing() -> None:
@@ -218,7 +217,8 @@ def test_building_blocks_are_called_by_nothing() -> None:
     table = (ROOT / "docs" / "guides" / "building-blocks.md").read_text().partition("## Ops that no class calls\n")[2]
     callers = callers_of_ops()
     bound = re.findall(r'"(\w+)"', (ROOT / "nwor_ops" / "ops" / "bound.py").read_text())  # the manager calls these
-    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(set(OPS) - set(callers) - set(bound))
+    uncalled = set(registry.OPS) - set(callers) - set(bound)
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(uncalled)
     of_the_buffer = [op for op, files in callers.items() if files == {"transaction/staging.py"}]
     assert sorted(of_the_buffer) == ["accept_staged", "commit_staged", "stage_kv"]
     plugin = "".join(path.read_text() for path in (ROOT / "nwor_ops" / "vllm").rglob("*.py"))
@@ -235,7 +235,7 @@ def callers_of_ops() -> dict[str, set[str]]:
             ast.walk(ast.parse(path.read_text())) if file.parts[0] not in ("cli", "meta", "ops", "testing") else ()
         ):
             match node:
-                case ast.Attribute(value=ast.Name(id="ops"), attr=name) if name in OPS:
+                case ast.Attribute(value=ast.Name(id="ops"), attr=name) if name in registry.OPS:
                     found.setdefault(name, set()).add(str(file))
     return found
 

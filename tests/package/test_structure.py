@@ -8,7 +8,8 @@ import re
 
 import pytest
 from processes import ROOT
-from samples import ops_of
+
+from nwor_ops.testing.samples import ops_of
 
 FAMILIES = {path.stem for path in ROOT.glob("csrc/*.h") if "_" not in path.stem}
 # Folders of csrc, and the folders that their files may include.

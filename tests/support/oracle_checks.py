@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.testing.against_oracle import compare_with_oracle
-from nwor_ops.testing.layouts import same_memory, twin
+from nwor_ops.testing.layouts import random_bytes, same_memory, surrounded, twin
 
 
 def assert_same_as_oracle(op: str, arguments: Any, device: str = "cpu") -> Any:
@@ -26,3 +27,10 @@ def refuse(op: str, arguments: Any, error: type[Exception], sentence: str) -> No
     assert type(caught.value) is error
     assert str(caught.value).startswith(f"{op}: ")
     assert same_memory(arguments, before)
+
+
+def random_log(caches: list[Tensor], rows: int) -> Tensor:
+    """Return a log [L, R, H, W] of random bytes for the planes."""
+    shape = (len(caches), rows, *caches[0].shape[2:])
+    count = len(caches) * rows * caches[0].shape[2] * caches[0].shape[3]
+    return surrounded(random_bytes(count, caches[0].dtype, 7).view(shape))

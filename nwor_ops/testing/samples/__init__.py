@@ -31,7 +31,18 @@ from nwor_ops.testing import oracle
 from nwor_ops.testing.layouts import twin
 from nwor_ops.testing.samples.dice import Call, Calls, Dice
 
-__all__ = ["FAMILIES", "Call", "Calls", "Dice", "argument_names", "calls", "named", "with_arguments"]
+__all__ = [
+    "FAMILIES",
+    "Call",
+    "Calls",
+    "Dice",
+    "argument_names",
+    "calls",
+    "named",
+    "ops_of",
+    "recorded",
+    "with_arguments",
+]
 
 FAMILIES: dict[str, Callable[[Dice], Calls[None]]] = {
     family: importlib.import_module(f"{__name__}.{family}").window
@@ -66,14 +77,21 @@ def calls(op: str, count: int = 3, device: str = "cpu", data_seed: int = 0) -> l
         device: device of the arguments.
         data_seed: another one gives the same calls with other contents.
     """
-    found: list[tuple[Any, ...]] = []
+    return [twin(call.arguments, device) for call in recorded(op, count, data_seed)]
+
+
+def recorded(op: str, count: int, data_seed: int = 0) -> list[Call]:
+    """Return the first call of an op in each of some windows. Their memory is shared and must not change."""
+    family, found = registry.OPS[op].family, []
     for seed in range(100 * count):
-        made = next((call for call in _recorded(registry.OPS[op].family, seed, data_seed) if call.op == op), None)
-        if made is not None:
-            found.append(twin(made.arguments, device))
+        found += [call for call in _recorded(family, seed, data_seed) if call.op == op][:1]
         if len(found) == count:
             return found
-    raise LookupError(f"{op}: no window calls it; add it to nwor_ops/testing/samples/{registry.OPS[op].family}.py")
+    raise LookupError(f"{op}: no window calls it; add it to nwor_ops/testing/samples/{family}.py")
+
+
+def ops_of(family: str) -> tuple[str, ...]:
+    return tuple(op.name for op in registry.OPS.values() if op.family == family)
 
 
 def argument_names(op: str) -> list[str]:
@@ -85,9 +103,11 @@ def named(op: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def with_arguments(op: str, arguments: tuple[Any, ...], **replaced: Any) -> tuple[Any, ...]:
-    """Return the same call with some arguments replaced by name. Those that it does not pass get their defaults."""
+    """Return the same call with some arguments replaced by name. Those before them get their defaults."""
     defaults = {argument.name: argument.default_value for argument in registry.OPS[op].overload._schema.arguments}
     values = defaults | named(op, arguments) | replaced
     if set(values) != set(defaults):
         raise KeyError(f"{op} has no argument {set(values) - set(defaults)}")
-    return tuple(values[name] for name in defaults)
+    names = list(defaults)
+    last = max([len(arguments), *(names.index(name) + 1 for name in replaced)])
+    return tuple(values[name] for name in names[:last])

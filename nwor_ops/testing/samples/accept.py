@@ -31,7 +31,7 @@ def outcome(dice: Dice, batch: Batch, rows: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def window(dice: Dice) -> Calls[None]:
-    batch = make_batch(dice, dice.choice((0, 1, 8)), 7)
+    batch = make_batch(dice, dice.choice((1, 8)), 7)
     groups, rows = dice.size(3, 1), batch.num_drafts + dice.size(3)
     micro = dice.maybe(0.3)  # a part of the batch
     tokens, offset = dice.size(batch.num_tokens) if micro else batch.num_tokens, dice.size(batch.num_tokens)

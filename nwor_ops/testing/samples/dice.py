@@ -45,9 +45,11 @@ class Dice:
         family: the family of the window.
         seed: the same seed gives the same window.
         data_seed: the same window with other contents.
+        num_requests: number of requests of the window; None = a few.
     """
 
-    def __init__(self, family: str, seed: int, data_seed: int = 0) -> None:
+    def __init__(self, family: str, seed: int, data_seed: int = 0, num_requests: int | None = None) -> None:
+        self._num_requests = num_requests
         self._host = random.Random(f"{family} {seed}")
         self.data = random.Random(f"{family} {seed} {data_seed}")
 
@@ -55,6 +57,9 @@ class Dice:
 
     def size(self, most: int, least: int = 0) -> int:
         return self._host.randint(least, most)
+
+    def requests(self, most: int) -> int:
+        return self.size(most) if self._num_requests is None else self._num_requests
 
     def choice(self, values: Sequence[Choice]) -> Choice:
         return self._host.choice(values)
@@ -157,7 +162,7 @@ def make_requests(dice: Dice, count: int, most_given: int, most_drafts: int) -> 
 
 
 def make_batch(dice: Dice, most_requests: int = 5, most_drafts: int = 4, most_given: int = 4) -> Batch:
-    count, dtypes, wide = dice.size(most_requests), (dice.choice(IDS), dice.choice(IDS)), dice.maybe(0.2)
+    count, dtypes, wide = dice.requests(most_requests), (dice.choice(IDS), dice.choice(IDS)), dice.maybe(0.2)
     base = 2**40 if wide and dtypes == (torch.int64, torch.int64) else 0
     requests = make_requests(dice, count, most_given, most_drafts)
     few, ids, rows, rejected = dice.chance(0.3), [], [], []

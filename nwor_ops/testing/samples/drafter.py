@@ -50,7 +50,8 @@ class Rows(NamedTuple):
 
 
 def make_rows(dice: Dice) -> Rows:
-    count, num_states = dice.size(6), dice.size(8, 6)
+    count = dice.requests(6)
+    num_states = count + dice.size(2)
     real = dice.number(count)
     lengths, padded = dice.numbers(real, MOST_TOKENS, 1), count - real
     return Rows(
@@ -141,7 +142,7 @@ def _sample_and_advance(dice: Dice, rows: Rows) -> Calls[None]:
 
 
 def _padded_inputs(dice: Dice) -> Calls[None]:
-    count = dice.size(6)
+    count = dice.requests(6)
     drafts = dice.numbers(count, 4)
     discarded = dice.flags([dice.chance(0.2) for _ in range(count)])
     starts = [*accumulate((n + 1 for n in drafts), initial=0)]
@@ -159,7 +160,7 @@ def _padded_inputs(dice: Dice) -> Calls[None]:
 
 
 def _eagle(dice: Dice, rows: Rows) -> Calls[None]:
-    count = dice.size(6)
+    count = dice.requests(6)
     positions = dice.numbers(count, MAX_MODEL_LEN + 3, -1)
     yield Call("eagle_step", (
         dice.int64(positions), dice.table(count, dice.choice((2, rows.columns))),
@@ -174,7 +175,7 @@ def _longer_queries(dice: Dice, rows: Rows) -> Calls[None]:
     room, starts = rows.capacity + count * new + 2, dice.int32(rows.starts(-7))
     expanded = yield Call("copy_expand_inputs", (
         dice.ids(dice.numbers(rows.capacity, 999)), dice.int64(rows.positions()), starts, dice.ids(rows.rejected),
-        dice.ids(dice.numbers(9, 999)), dice.poisoned(room), dice.poisoned(room, dtype=torch.int64),
+        dice.ids(dice.numbers(rows.num_states, 999)), dice.poisoned(room), dice.poisoned(room, dtype=torch.int64),
         dice.flags([True] * room), dice.flags([True] * room), dice.poisoned_ids(count * new + 1), new, 11, 12, shift,
         dice.choice((None, 20)), dice.ids(rows.states),
         dice.poisoned_ids(rows.capacity + 1) if shift and mapped else None,

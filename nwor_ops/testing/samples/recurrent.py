@@ -44,13 +44,13 @@ def paged(dice: Dice, slots: int, parts: list[Tensor]) -> list[Tensor]:
 
 
 def window(dice: Dice) -> Calls[None]:
-    most, slots, chunk = dice.size(5, 1), dice.size(5, 2), CHUNK if dice.maybe(0.3) else 0
+    most, slots, chunk = dice.size(5, 1), dice.requests(4) + 1, CHUNK if dice.maybe(0.3) else 0
     key_heads, groups = dice.choice(((1, 1), (1, 3), (2, 1), (2, 2)))
     heads, dtype, state_dtype = key_heads * groups, dice.choice(FLOATS), dice.choice((torch.float32, torch.bfloat16))
     widths = dice.choice(((64, 64), (64, 128), (128, 64), (96, 64), (96, 192)))
     per_channel, gates = dice.maybe(0.3) and not chunk, dice.choice(("softplus", "softplus", "bounded", "given"))
     if chunk:
-        widths, dtype, key_heads, heads, slots = (128, 128), torch.bfloat16, 1, 1 + key_heads % 2, min(slots, 3)
+        widths, dtype, key_heads, heads = (128, 128), torch.bfloat16, 1, 1 + key_heads % 2
     dk, dv = widths
     channels = (dk,) if per_channel else ()
     halves, rows = (1, CHUNK - 1 + 2 * most) if chunk else (2, most)
@@ -69,7 +69,7 @@ def window(dice: Dice) -> Calls[None]:
     cursors, window_id = dice.placed(torch.zeros(slots, 3 if chunk else 2, dtype=torch.int32)), dice.int64([WINDOW])
     tolerances = tolerances_of(dtype, state_dtype)
     for _ in range(5 if chunk else 2):
-        count = dice.size(slots - 1)
+        count = dice.requests(slots - 1)
         lengths, tokens = dice.numbers(count, most), count * most + dice.size(2)
         chosen = dice.data.sample(range(1, slots), count)
         kept = [dice.number(max(1, int(cursors[slot, 0])), 1) for slot in chosen]

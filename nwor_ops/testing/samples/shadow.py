@@ -14,8 +14,9 @@ MOST_GIVEN = MOST_DRAFTS = 4
 
 
 def window(dice: Dice) -> Calls[None]:
-    groups, count, states = dice.size(2, 1), dice.size(3), dice.size(5, 3)
-    caches = make_caches(dice, 156, most_layers=2, blocks=70)
+    groups, count = dice.size(2, 1), dice.requests(3)
+    states = count + dice.size(2, 1)
+    caches = make_caches(dice, 52 * (count + 1), most_layers=2, blocks=24 * (count + 1))
     planes, offsets, size = caches.pages.key_caches, caches.pages.key_offsets, caches.shape.block_size
     blocks = iter(dice.data.sample(range(caches.shape.blocks), caches.shape.blocks))
     num_shadows = (size + MOST_DRAFTS - 2) // size + 1

@@ -17,7 +17,7 @@ from nwor_ops.testing.samples.undo import (
 
 
 def window(dice: Dice) -> Calls[None]:
-    rows = dice.size(8)
+    rows = dice.requests(8)
     caches, tokens = make_caches(dice, rows + 10, writable=True), rows + dice.size(3)
     layers = len(caches.pages.key_caches)
     stage_rows = [*range(rows), *[-1] * (tokens - rows)]

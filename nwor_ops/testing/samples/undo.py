@@ -74,6 +74,8 @@ def sources(dice: Dice, caches: Caches, tokens: int) -> tuple[Tensor, Tensor]:
 
 def distinct_slots(dice: Dice, num_slots: int, tokens: int, padding: int = 0) -> list[int]:
     slots = dice.data.sample(range(num_slots), tokens)
+    if dice.chance():  # runs of adjacent slots, in either direction
+        slots = [*range(num_slots)][:: dice.data.choice((1, -1))][dice.number(num_slots - tokens) :][:tokens]
     return [-1 if dice.chance(0.1) else slot for slot in slots] + [-1] * padding
 
 
@@ -105,6 +107,8 @@ def window(dice: Dice) -> Calls[None]:
     ]
     for layer, planes in enumerate(zip(keys, values, strict=True)):
         marks = (window_id, row_windows[layer]) if marked else (None, None)
+        if marked and dice.maybe(0.1):  # a forward that did not reach the layer
+            continue
         if caches.kv_cache_dtype is not None and dice.maybe(0.7):
             key, value = sources(dice, caches, tokens + padding + longer)
             after = yield Call("write_kv_logged", (

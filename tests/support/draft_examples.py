@@ -1,7 +1,4 @@
-"""Sample calls of every op of family drafter. Every output starts with 77s, and padded rows hold nonsense.
-
-One function per op creates its arguments. A test changes some of them by name with `samples.with_arguments`.
-"""
+"""Calls of the family drafter whose results are computed by hand: every output starts with 77s."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from tensors import flags, int32, int64, numbers
 from torch import Tensor
 
@@ -21,11 +17,6 @@ PADDED = -1
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return surrounded(torch.full(shape, POISON, dtype=dtype))
-
-
-def every_second(ids: Tensor) -> Tensor:
-    """Return the same ids with stride 2, and other ids between them."""
-    return surrounded(torch.stack([ids, torch.full_like(ids, POISON)], 1))[:, 0]
 
 
 def prefill(
@@ -249,104 +240,3 @@ def argmax(
 
 def expanded(rows: int = 2, dtype: torch.dtype = torch.float32, columns: int = 43) -> tuple[Any, ...]:
     return numbers(rows, 8, dtype=dtype, seed=3), vocabulary()[3], poisoned(rows, columns, dtype=dtype)
-
-
-def drafter_samples(op: str) -> list[tuple[Any, ...]]:
-    samples: dict[str, list[tuple[Any, ...]]] = {
-        "prepare_prefill_inputs": [
-            prefill(),
-            prefill((0, 3, 3, 8), (4, 1, 0), (0, 0, 5), (0, 1, 2)),
-            prefill((0, 2), (PADDED,), (9,), (9,)),
-            prefill((0,), (), (), ()),
-        ],
-        "prepare_decode_inputs": [
-            decode(),
-            decode(states=None, advance=False),
-            decode(states=(PADDED,) * 4),
-            decode((), (), (), ()),
-        ],
-        "update_draft_inputs": [
-            update(),
-            update(step=2),
-            (*update(states=None, dtype=torch.uint8)[:8], None),
-            update(rows=0, states=()),
-        ],
-        "compute_slot_mappings": [
-            slots(),
-            slots(block_sizes=(4, 0, 8)),
-            slots(states=(PADDED, 0, PADDED, 1), block_sizes=(2, 4), size=2, rank=1, interleave=2),
-            slots(block_sizes=(8, 8), size=4, rank=2, interleave=1, sharded=flags(0, 1)),
-            slots((0,), ()),
-        ],
-        "eagle_step": [eagle(), eagle(()), eagle(columns=2, padded=0)],
-        "prepare_inputs_padded": [
-            padded_inputs(),
-            padded_inputs(discarded=(1, 0, 1, 0, 0)),
-            padded_inputs(discarded=None)[:-1],
-            padded_inputs((), (), (0,), ()),
-        ],
-        "prepare_next_token_padded": [
-            next_token(),
-            next_token(dtype=torch.int64, padded=0),
-            next_token((), ()),
-        ],
-        "gumbel_sample": [
-            sample(),
-            sample(dtype=torch.bfloat16, matrix=False, steps=(2,)),
-            sample(dtype=torch.float16, vocab=1, cache=False)[:7],
-            sample(0, states=(), steps=()),
-        ],
-        "copy_expand_inputs": [
-            expand(),
-            expand(num_new=1, shift=False, max_model_len=1003, mapping=False),
-            expand((0, 3, 3, 8), None, (0, 0, 5), num_new=2),
-            expand((0,), (), ()),
-        ],
-        "extend_queries": [
-            extend(),
-            extend((0, 3, 3, 8), None, (3, 0, 8), growth=0),
-            extend((0,), (), ()),
-        ],
-        "dcp_local_seq_lens": [
-            local_lens(),
-            local_lens(size=1, rank=0),
-            local_lens(()),
-        ],
-        "update_draft_vocabulary": [
-            vocabulary(),
-            vocabulary((8, 45, 45, -3), (5, 6, 7, 1000, 35), dtype=torch.float64, first=5),
-            vocabulary(tuple(range(40)), None, rows=40, width=16, used=2**40 - 1, dtype=torch.float32)[:8],
-            vocabulary((5, 2), (3,), rows=1, used=1, hand=0),
-            vocabulary((), ()),
-        ],
-        "argmax_draft_tokens": [
-            argmax(),
-            argmax(columns=700, dtype=torch.bfloat16)[:3],
-            argmax(dtype=torch.float16, columns=1),
-            argmax(0),
-        ],
-        "expand_draft_logits": [
-            expanded(),
-            expanded(dtype=torch.bfloat16, columns=40),
-            expanded(9, dtype=torch.float16),
-            expanded(0),
-        ],
-    }
-    return samples[op]
-
-
-@st.composite
-def batches(draw):
-    """Return starts, states, rejected and sampled tokens of some requests, followed by padded rows with nonsense."""
-    requests = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 6), st.integers(0, 2)), max_size=5))
-    starts = [0]
-    for tokens, _, _ in requests:
-        starts.append(starts[-1] + tokens)
-    padded = draw(st.integers(0, 2))
-    states = draw(st.permutations(range(5)))[: len(requests)]
-    return (
-        (*starts, *[-7] * padded),
-        (*states, *[PADDED] * padded),
-        tuple(rejected for _, rejected, _ in requests) + (9,) * padded,
-        tuple(sampled for _, _, sampled in requests) + (9,) * padded,
-    )
