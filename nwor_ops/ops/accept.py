@@ -9,6 +9,15 @@ from torch import Tensor
 
 from nwor_ops.ops.registry import op
 
+__all__ = [
+    "COUNTERS",
+    "acceptance_mask",
+    "acceptance_mask_from_rejected",
+    "plan_window",
+    "reject_rows",
+    "reject_rows_from_rejected",
+]
+
 # Layout of the `counters` tensor, int64 [len(COUNTERS)]. Ops only increment it.
 COUNTERS = ("windows", "drafted", "accepted", "rejected", "overflowed")
 

@@ -30,6 +30,24 @@ from torch import Tensor
 
 from nwor_ops.ops.registry import op
 
+__all__ = [
+    "argmax_draft_tokens",
+    "compute_slot_mappings",
+    "copy_expand_inputs",
+    "dcp_local_seq_lens",
+    "eagle_step",
+    "expand_draft_logits",
+    "extend_queries",
+    "gather_step_tokens",
+    "gumbel_sample",
+    "prepare_decode_inputs",
+    "prepare_inputs_padded",
+    "prepare_next_token_padded",
+    "prepare_prefill_inputs",
+    "update_draft_inputs",
+    "update_draft_vocabulary",
+]
+
 
 @op(mutates=("input_ids", "positions", "query_start_loc", "seq_lens", "last_token_indices", "current_draft_step"))
 def prepare_prefill_inputs(

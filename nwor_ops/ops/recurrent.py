@@ -24,6 +24,14 @@ from torch import Tensor
 
 from nwor_ops.ops.registry import op
 
+__all__ = [
+    "gated_delta_fold",
+    "gated_delta_verify",
+    "plan_recurrent_block_fold",
+    "plan_recurrent_fold",
+    "plan_recurrent_window",
+]
+
 
 @op(mutates=("plan", "cursors", "window_id", "num_skipped"))
 def plan_recurrent_window(

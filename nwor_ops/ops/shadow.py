@@ -16,6 +16,12 @@ from torch import Tensor
 
 from nwor_ops.ops.registry import op
 
+__all__ = [
+    "close_window",
+    "close_window_from_rejected",
+    "open_window",
+]
+
 # Maximum number of groups in one call of `open_window` or `close_window` (kMostWindowGroups in csrc/shadow.h).
 MOST_GROUPS = 16
 

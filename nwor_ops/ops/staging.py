@@ -15,6 +15,14 @@ from torch import Tensor
 
 from nwor_ops.ops.registry import op
 
+__all__ = [
+    "STAGE_COUNTERS",
+    "accept_staged",
+    "commit_staged",
+    "move_slots",
+    "stage_kv",
+]
+
 # Layout of the `counters` tensor of `accept_staged`, int64 [len(STAGE_COUNTERS)]. Ops only increment it.
 STAGE_COUNTERS = ("windows", "staged", "stage_operations", "committed", "rejected", "incomplete")
 

@@ -10,6 +10,15 @@ from torch import Tensor
 from nwor_ops.arguments import type_error_in_list
 from nwor_ops.ops.registry import op, refuse_gradient
 
+__all__ = [
+    "log_slots",
+    "plane_table",
+    "restore_slots",
+    "restore_slots_from_rejected",
+    "write_kv",
+    "write_kv_logged",
+]
+
 
 @op(mutates=("key_cache", "value_cache"))
 def write_kv(
