@@ -36,7 +36,7 @@ inline StepTokensArguments check_step_tokens(
     const Tensor& idx_mapping,      // ids [num_rows]
     const Tensor& num_sampled,      // ids [num_rows]
     const Tensor& last_sampled,     // ids [num_states]
-    const Tensor& sampled_tokens,   // ids [num_rows, most sampled], written
+    const Tensor& sampled_tokens,   // ids [num_rows, most sampled tokens], written
     const Tensor& context_tokens    // ids [num_tokens], written
 ) {
     const Argument ii{op, "input_ids", input_ids}, qs{op, "query_start_loc", query_start_loc},

@@ -110,8 +110,13 @@ def test_refused_or_right(device, op, kind):
             assert layouts.same_memory(on_cpu, arguments), label
         elif op not in FLOAT_SUMS:
             theirs = layouts.twin(arguments)
-            assert_same_results(expected, getattr(oracle, op)(*theirs), f"{label}: ")
-            assert layouts.same_memory(on_cpu, theirs), label
+            try:
+                result = getattr(oracle, op)(*theirs)
+            except IndexError:  # the op leaves out what is not there
+                assert bad_input.only_declared_changed(op, layouts.twin(on_cpu), arguments), label
+            else:
+                assert_same_results(expected, result, f"{label}: ")
+                assert layouts.same_memory(on_cpu, theirs), label
         if device == "cuda":
             check_on_cuda(op, label, arguments, on_cpu, expected, refused)
 

@@ -83,6 +83,9 @@ nwor::extend_queries(Tensor target_query_start_loc, Tensor target_seq_lens, Tens
     -> ()
 nwor::dcp_local_seq_lens(Tensor seq_lens, Tensor(a!) local_seq_lens, int dcp_size, int dcp_rank, int
     cp_interleave=1) -> ()
+nwor::gather_step_tokens(Tensor input_ids, Tensor query_start_loc, Tensor cu_num_logits, Tensor
+    idx_mapping, Tensor num_sampled, Tensor last_sampled, Tensor(a!) sampled_tokens, Tensor(b!)
+    context_tokens) -> ()
 nwor::update_draft_vocabulary(Tensor sampled_tokens, Tensor head, Tensor(a!) token_ids, Tensor(b!)
     row_of_token, Tensor(c!) weight, Tensor(d!) used, Tensor(e!) hand, Tensor(f!) counters, Tensor?
     prompt_tokens=None, int first_token=0) -> ()

@@ -191,7 +191,7 @@ def _step_tokens(dice: Dice, rows: Rows) -> Calls[None]:
     """A step in which some requests verify drafts, and others compute a prompt."""
     count, padding = rows.num_rows, [0] * (rows.num_rows - len(rows.lengths))
     drafts = [dice.number(length - 1) for length in rows.lengths]
-    logits = [dice.choice((0, 1)) if number == 0 else number + 1 for number in drafts]
+    logits = [dice.number(1) if number == 0 else number + 1 for number in drafts]
     sampled = [dice.number(number) for number in logits]
     yield Call("gather_step_tokens", (
         dice.ids(dice.numbers(rows.capacity, 999)), dice.int32(rows.starts(-7)),
