@@ -150,36 +150,50 @@ INDICES = [
 ]  # fmt: skip
 
 
+def bound_of(name, values):
+    """Return the first index outside."""
+    if name in ("log_rows", "stage_rows"):
+        log = next(values[of] for of in ("key_log", "log", "staged_key") if of in values)
+        return len(log)
+    cache = values["caches"][0] if "caches" in values else values.get("key_cache", values.get("cache"))
+    return cache.shape[0] * cache.shape[1]
+
+
 @pytest.mark.debug_mode
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize(("op", "name"), INDICES)
 def test_index_outside(device, op, name, far):
     """The CPU refuses the call, also if the index is the last one. CUDA leaves out its row, and no other."""
-    arguments = bad_input.call_with(op, name, where=lambda row_rejected=None, **_: True)
+
+    def used(**values):
+        indices = [values[of] for of in ("slot_mapping", "src_slots", "dst_slots", name) if of in values]
+        return torch.stack([of[: min(map(len, indices))] >= 0 for of in indices]).all(0)
+
+    def drafts(**values):
+        return used(**values).any() and ("draft_start_loc" not in values or values["draft_start_loc"][-1] > 0)
+
+    arguments = bad_input.call_with(op, name, where=drafts)
     values = samples.named(op, arguments)
-    every = {"row_rejected": values["row_rejected"].fill_(True)} if op == "restore_slots" else {}
-    if op == "restore_slots_from_rejected":
-        every = {"num_rejected": values["num_rejected"].fill_(99)}
-    if op == "commit_staged":
-        every = {"row_requests": None, "row_positions": None}
-        every["row_accepted"] = torch.ones(len(values["row_slots"]), dtype=torch.bool)
-    if "restore" in op:
-        every |= {"window_id": None, "row_windows": None, "num_rows": None}
-    used = [values[other] >= 0 for other in ("slot_mapping", "src_slots", "dst_slots", name) if other in values]
-    last = int(torch.stack([of[: min(map(len, used))] for of in used]).all(0).nonzero()[-1])
-    if op == "restore_slots_from_rejected":
-        last = 0
-        values["row_slots"][0] = 0
-        values["draft_start_loc"][1:].clamp_(min=1)
-    indices = {}
-    limit = 2 ** (62 if values[name].dtype == torch.int64 else 30)
-    for label, index in (("outside", limit), ("without", -1)):
-        indices[label] = values[name].clone()
-        indices[label][last] = index
-    call, without = (with_arguments(op, arguments, **every, **{name: index}) for index in indices.values())
-    sentence = rf"{name}\[{last}\] must be below "
-    left = bad_input.left_by_the_oracle(op, without)
-    bad_input.check_bad_data(op, call, IndexError, sentence, device, left)
+    changed = {of: None for of in ("window_id", "row_windows", "num_rows") if "restore" in op}
+    if op == "restore_slots":
+        changed["row_rejected"] = torch.ones_like(values["row_rejected"])
+    elif op == "restore_slots_from_rejected":
+        changed["num_rejected"] = torch.full_like(values["num_rejected"], 99)
+    elif op == "commit_staged":
+        changed |= {
+            "row_requests": None,
+            "row_positions": None,
+            "row_accepted": torch.ones_like(values["row_slots"] >= 0),
+        }
+    last = 0 if op == "restore_slots_from_rejected" else int(used(**values).nonzero()[-1])
+    largest = 2 ** (62 if values[name].dtype == torch.int64 else 30)
+    calls = []
+    for index in (largest if far else bound_of(name, values), -1):
+        changed[name] = values[name].clone()
+        changed[name][last] = index
+        calls.append(with_arguments(op, arguments, **changed))
+    left = bad_input.left_by_the_oracle(op, calls[1])
+    bad_input.check_bad_data(op, calls[0], IndexError, rf"{name}\[{last}\] must be below ", device, left)
 
 
 # ---------------------------------------------------------------- beyond the table

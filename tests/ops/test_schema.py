@@ -10,7 +10,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from processes import ROOT
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from nwor_ops import ops
 from nwor_ops.meta import SPECS
@@ -243,8 +243,8 @@ def test_opcheck(device, op):
     """All utilities: schema, autograd registration, fake tensor, AOT dispatch with dynamic shapes."""
     for arguments in samples.calls(op, 4, device):
         utilities = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-        if any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e5m2 for a in arguments):
-            utilities.remove("test_schema")  # it cannot compare tensors of this dtype
+        if any(isinstance(a, torch.Tensor) and "float8" in str(a.dtype) for a in tree_leaves(arguments)):
+            utilities.remove("test_schema")  # it cannot compare tensors of these dtypes
         torch.library.opcheck(overload(op), arguments, test_utils=utilities)
 
 
@@ -259,7 +259,8 @@ def test_exactly_declared_arguments_are_written(device, op):
         for argument, now, then in zip(declared, arguments, before, strict=False):
             if now is not None and not all(map(torch.equal, memory([now]), memory([then]))):
                 written.add(argument.name)
-    assert written == {argument.name for argument in declared if argument.alias_info is not None}
+    mutated = {argument.name for argument in declared if argument.alias_info is not None}
+    assert written == mutated - {"workspace"}  # it is 0 again after the call
 
 
 @pytest.mark.parametrize("op", OPS)
