@@ -464,7 +464,7 @@ def describe_plugin(worker: Any) -> dict[str, Any]:
         "windows": sum(session.begun for session in sessions),
         "draft_graphs": [report.as_dict() for report in plugin.draft_graph_reports()] if plugin else [],
         "one_states": [state.describe() for state in plugin.one_states()] if plugin else [],
-        "draft_vocabularies": [one.describe() for one in getattr(plugin, "draft_vocabularies", list)()],
+        "draft_vocabularies": [vocabulary.describe() for vocabulary in plugin.draft_vocabularies()] if plugin else [],
     }
 
 

@@ -102,30 +102,6 @@ def test_nothing_is_added_for_old_symbols(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- limits of tests/support/processor.py
 
 
-def test_each_limit_has_its_compiler_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = f"{ROOT}/build/inductor"
-    for name in ("ATEN_CPU_CAPABILITY", processor.VARIABLE, processor.SIMDLEN):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    for _ in ("here", "in a worker"):
-        processor.separate_compiler_cache()
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == own
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
-    processor.separate_compiler_cache()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/cache"
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    for _ in ("here", "in a worker"):
-        processor.separate_compiler_cache()
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/cache/avx2"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
-    monkeypatch.setenv(processor.SIMDLEN, "0")
-    processor.separate_compiler_cache()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/cache/avx2-0"
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    processor.separate_compiler_cache()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{own}/avx2-0"
-
-
 def test_width_of_the_compiler_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config, cpu_vec_isa
 
