@@ -18,6 +18,12 @@ B blocks, N slots per block (the block size), H KV heads and D as the head size.
 A *cache* is always the logical view ``[B, N, H, W]`` with any strides. NHD, HND, K and V packed in one row, one backing
 buffer for all layers, and MLA latents (H = 1) are all such views. A *slot* is ``block * N + offset``, as in vLLM. An op
 returns nothing unless its documentation says so.
+
+Every op raises ``ValueError`` for an invalid shape, stride or option, or for mutated memory that overlaps another
+argument. It raises ``TypeError`` for a wrong dtype or device, and ``RuntimeError`` for a tensor that requires a
+gradient, or if the library for a device is missing. On the CPU, invalid indices, counts and starts raise ``IndexError``
+or ``ValueError`` before anything is written. CUDA leaves out their rows; with ``VLLM_NWOR_DEBUG_SYNC=1`` the call then
+raises. Docstrings name only what a caller needs beyond that.
 """
 
 from nwor_ops.ops import accept, drafter, recurrent, shadow, staging, undo

@@ -82,7 +82,6 @@ def plan_window(
             cumulative array, more drafts than tokens in a request, or tokens beyond T (in a whole batch); nothing is
             written. CUDA leaves such a window unplanned: every row is -1, no request has a draft in
             ``draft_start_loc``, and ``overflowed`` counts it. Debug mode then raises.
-        TypeError: an invalid dtype or device.
 
     Example:
         >>> import torch
@@ -131,7 +130,6 @@ def acceptance_mask(
         ValueError: an invalid shape or stride. On the CPU also a ``draft_start_loc`` that does not begin with 0, that
             decreases, or that counts more drafts than there are. On CUDA such values change only the results; debug
             mode raises.
-        TypeError: an invalid dtype or device.
 
     Example:
         >>> import torch
@@ -159,9 +157,6 @@ def acceptance_mask_from_rejected(
 
     Returns:
         ``accepted``, bool ``[P]``, and ``num_accepted``, int32 ``[Q]``.
-
-    Raises:
-        ValueError, TypeError: as :func:`acceptance_mask`.
 
     Example:
         >>> import torch
@@ -195,7 +190,7 @@ def reject_rows(
     A window that :func:`plan_window` did not plan has no drafts: every row is False and nothing is counted.
 
     Raises:
-        ValueError, TypeError: as :func:`acceptance_mask`. On the CPU also ValueError for more than R drafts.
+        ValueError: on the CPU, more than R drafts.
 
     Example:
         >>> import torch
@@ -226,9 +221,6 @@ def reject_rows_from_rejected(
         num_rejected: int32 ``[>= Q]``, contiguous: as in :func:`acceptance_mask_from_rejected`.
         draft_start_loc, row_rejected, num_accepted, counters: as in :func:`reject_rows`; the last three are
             **mutated**.
-
-    Raises:
-        ValueError, TypeError: as :func:`reject_rows`.
 
     Example:
         >>> import torch

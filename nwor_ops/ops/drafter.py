@@ -99,7 +99,6 @@ def prepare_prefill_inputs(
     Raises:
         ValueError: a shape, stride or overlap is invalid (no output may share memory with another argument). On the CPU
             also if starts decrease or leave the buffers, or if a real row follows a padded one.
-        TypeError: a dtype or device is invalid.
         IndexError: an index is >= S (on the CPU).
 
     Example:
@@ -150,9 +149,6 @@ def prepare_decode_inputs(
         sample_positions: int64 ``[>= M]``, contiguous, or None; **mutated**. Positions that key the noise. They grow by
             one in each step and are never clamped. They are 0 in rows [R, M).
         advance_positions: whether each draft token writes a key, so that positions advance.
-
-    Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as :func:`prepare_prefill_inputs`.
 
     Example:
         >>> import torch
@@ -207,10 +203,7 @@ def update_draft_inputs(
         advance_positions: as in :func:`prepare_decode_inputs`.
 
     Raises:
-        ValueError: as :func:`prepare_prefill_inputs`.
-        TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: the step is outside the columns of ``draft_tokens`` (on the CPU).
-        RuntimeError: a hidden state requires a gradient.
 
     Example:
         >>> import torch
@@ -260,9 +253,8 @@ def compute_slot_mappings(
             groups are shared.
 
     Raises:
-        ValueError: as :func:`prepare_prefill_inputs`, or ``cp_interleave`` does not divide a block size. With
+        ValueError: ``cp_interleave`` does not divide a block size. With
             ``cp_sharded``, only the CPU raises the latter, and CUDA gives all tokens of that group PAD.
-        TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: an index is >= S, or a position is negative or outside the columns (on the CPU).
 
     Example:
@@ -304,8 +296,6 @@ def eagle_step(
         max_model_len: L, > 0.
 
     Raises:
-        ValueError: as :func:`prepare_prefill_inputs`.
-        TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: a position is below -1 (on the CPU).
 
     Example:
@@ -346,7 +336,6 @@ def prepare_inputs_padded(
 
     Raises:
         ValueError: a shape, stride or overlap is invalid. On the CPU also if cumulative drafts decrease.
-        TypeError: a dtype or device is invalid.
 
     Example:
         >>> import torch
@@ -381,10 +370,6 @@ def prepare_next_token_padded(
         next_token_ids: int32 or int64 ``[>= N]``, any stride; **mutated**. It is 0 from row N on.
         valid_sampled_count: int32 or int64 ``[>= N]``, any stride; **mutated**. It is 0 from row N on.
         vocab_size: V, > 0.
-
-    Raises:
-        ValueError: a shape or overlap is invalid.
-        TypeError: a dtype or device is invalid.
 
     Example:
         >>> import torch
@@ -436,10 +421,7 @@ def gumbel_sample(
             after the call, so one buffer serves every call on one stream. If None, the call allocates it.
 
     Raises:
-        ValueError: as :func:`prepare_prefill_inputs`.
-        TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: an index is >= S, or a step is outside the columns (on the CPU).
-        RuntimeError: a tensor requires a gradient.
 
     Example:
         >>> import torch
@@ -510,8 +492,7 @@ def copy_expand_inputs(
             request.
 
     Raises:
-        ValueError: as :func:`prepare_prefill_inputs`. On the CPU also if the capacity is too small for all tokens.
-        TypeError: as :func:`prepare_prefill_inputs`.
+        ValueError: on the CPU, the capacity is too small for all tokens.
         IndexError: an index is >= S (on the CPU).
 
     Example:
@@ -565,8 +546,6 @@ def extend_queries(
         idx_mapping: int32 or int64 ``[>= N]``, any stride, or None. Only the signs are read.
 
     Raises:
-        ValueError: as :func:`prepare_prefill_inputs`.
-        TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: a token that needs a slot has a position that is negative or outside the columns (on the CPU).
 
     Example:
@@ -598,10 +577,6 @@ def dcp_local_seq_lens(
         dcp_size: number of ranks, > 0.
         dcp_rank: this rank, in [0, dcp_size).
         cp_interleave: number of consecutive tokens on one rank, > 0.
-
-    Raises:
-        ValueError: as :func:`prepare_prefill_inputs`.
-        TypeError: as :func:`prepare_prefill_inputs`.
 
     Example:
         >>> import torch
@@ -644,8 +619,6 @@ def gather_step_tokens(
             all other places.
 
     Raises:
-        ValueError: as :func:`prepare_prefill_inputs`.
-        TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: the index of a request that sampled is >= S (on the CPU).
 
     Example:

@@ -104,7 +104,6 @@ def open_window(
     :func:`close_window` sets each redirected entry to ``slot // N``, whatever it was before.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`stage_kv`.
         ValueError, IndexError: on the CPU, an inconsistent request.
 
     Example:
@@ -168,9 +167,6 @@ def close_window(
         held_slots: as in :func:`open_window`; **mutated** if ``slot_mappings`` are given, for each request with drafts.
             Its shadow pages hold the rows up to the first rejected one. Pages that this window did not use get -1.
 
-    Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as :func:`open_window`.
-
     Example:
         >>> import torch
         >>> def int32(*values):
@@ -217,10 +213,6 @@ def close_window_from_rejected(
             the other tensors of the window.
         caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, saved_slots, tail_pages,
             slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, plane_table: as in :func:`close_window`.
-
-    Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as :func:`close_window` and :func:`reject_rows`, before
-            anything is written.
 
     Example:
         >>> import torch

@@ -53,11 +53,8 @@ def stage_kv(
     All tensors are on one device.
 
     Raises:
-        ValueError: an invalid shape or stride, or memory shared by a source and a buffer or by the two buffers.
-        TypeError: an invalid dtype or device.
         IndexError: on the CPU, a row >= R; nothing is written. CUDA skips such a token. With ``VLLM_NWOR_DEBUG_SYNC=1``
             the call then raises.
-        RuntimeError: a tensor requires a gradient, or the library for this device is missing.
 
     Example:
         >>> import torch
@@ -102,9 +99,6 @@ def accept_staged(
         row_requests: int32 ``[R]``, contiguous, or None: request of each row; negative = none.
         row_positions: int32 ``[R]``, contiguous, or None: index of each row among the rows of its request, from 0.
 
-    Raises:
-        ValueError, TypeError, RuntimeError: as :func:`stage_kv`.
-
     Example:
         >>> import torch
         >>> row_committed = torch.zeros(2, dtype=torch.bool)
@@ -147,8 +141,7 @@ def commit_staged(
         row_requests, row_positions: as in :func:`accept_staged`.
 
     Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as :func:`write_kv`. IndexError is for the slot of an accepted
-            row.
+        IndexError: on the CPU, the slot of an accepted row is >= B * N.
 
     Example:
         >>> import torch
@@ -179,7 +172,6 @@ def move_slots(caches: list[Tensor], src_slots: Tensor, dst_slots: Tensor, page_
         page_offsets: as in :func:`log_slots`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`stage_kv`.
         IndexError: on the CPU, a source or destination >= B * N; nothing is written. CUDA skips the move, and debug
             mode raises.
 

@@ -52,11 +52,8 @@ def write_kv(
     All tensors are on one device.
 
     Raises:
-        ValueError: an invalid shape, stride or option, or a key or value that shares memory with a cache.
-        TypeError: an invalid dtype or device.
         IndexError: on the CPU, a slot >= B * N; nothing is written. CUDA skips such a token. With
             ``VLLM_NWOR_DEBUG_SYNC=1`` the call then raises.
-        RuntimeError: a tensor requires a gradient, or the library for this device is missing.
 
     Example:
         >>> import torch
@@ -101,10 +98,7 @@ def write_kv_logged(
             ``window_id``. It lets :func:`restore_slots` distinguish rows of this window from older ones.
 
     Raises:
-        ValueError: as :func:`write_kv`, or a log shares memory with a cache, a source or the other log.
-        TypeError, RuntimeError: as :func:`write_kv`.
-        IndexError: as :func:`write_kv`, or a log row >= R. CUDA writes such a token without logging it, and debug mode
-            raises.
+        IndexError: on the CPU, a slot >= B * N or a log row >= R. CUDA writes a token of the latter without logging it.
 
     Example:
         >>> import torch
@@ -148,9 +142,6 @@ def log_slots(
             page_offsets[n, w]`` elements from the start of ``cache``. ``cache`` must span the whole page: the largest
             such offset must be inside its storage.
         window_id, row_windows: as in :func:`write_kv_logged`.
-
-    Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as :func:`write_kv_logged`.
 
     Example:
         >>> import torch
@@ -250,8 +241,6 @@ def restore_slots(
             torch.compile and export refuse it, because they could not see which planes are mutated.
 
     Raises:
-        ValueError: as :func:`write_kv`, or ``num_rows`` is below 0 or above R.
-        TypeError, RuntimeError: as :func:`write_kv`.
         IndexError: on the CPU, a rejected row that a layer has logged in this window has a slot >= B * N; nothing is
             written. CUDA skips the row, and debug mode raises.
 
@@ -290,10 +279,6 @@ def restore_slots_from_rejected(
         draft_start_loc, row_rejected, num_accepted, counters: as in :func:`reject_rows`; the last three are
             **mutated**. They must not share memory with ``row_slots`` or ``row_windows``. ``window_id`` may be
             ``counters[:1]``, which does not change, but no other part of ``counters``.
-
-    Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as :func:`restore_slots` and :func:`reject_rows`, before
-            anything is written.
 
     Example:
         >>> import torch

@@ -207,11 +207,6 @@ def public_of(module: str) -> list[str]:
     return importlib.import_module(f"nwor_ops.{module}").__all__
 
 
-def test_every_op_is_on_the_map() -> None:
-    text = (ROOT / "docs" / "reference" / "ops.md").read_text()
-    assert [op for op in registry.OPS if f"`{op}`" not in text] == []
-
-
 def test_building_blocks_are_called_by_nothing() -> None:
     """The page lists the ops that neither the plugin nor a class calls. The plugin does not use the staging buffer."""
     table = (ROOT / "docs" / "guides" / "building-blocks.md").read_text().partition("## Ops that no class calls\n")[2]
