@@ -29,8 +29,8 @@ def settings_of(vllm_config: Any) -> NworConfig:
     Args:
         vllm_config: vLLM's configuration of the engine.
     """
-    given, settings = vars(vllm_config).get(_SETTINGS, (None, None))
-    if settings is None or given is not vllm_config.additional_config:
+    additional, settings = vars(vllm_config).get(_SETTINGS, (None, None))
+    if settings is None or additional is not vllm_config.additional_config:
         settings = NworConfig.load(vllm_config.additional_config)
         vars(vllm_config)[_SETTINGS] = vllm_config.additional_config, settings
     return settings

@@ -78,9 +78,3 @@ class CannotContinue(RuntimeError):
             unknown: the data that are now unknown or wrong.
         """
         return cls(f"nwor: {what}; {unknown}, so the engine stops, whatever {VARIABLE} says")
-
-
-def errors_of(owner: Any) -> Counter[str]:
-    """Return a copy of the counts of ``owner.errors``; empty if it has no such attribute."""
-    errors = getattr(owner, "errors", None)
-    return Counter() if errors is None else Counter(errors.counts)

@@ -59,9 +59,9 @@ class Hook:
 
 def _other_parameters(name: str, function: Callable[..., Any], signature: str) -> str | None:
     """Return how the parameters of a function differ from ``signature``, or None if they match."""
-    found = tuple(parameter for parameter in inspect.signature(function).parameters if parameter != "self")
+    parameters = tuple(parameter for parameter in inspect.signature(function).parameters if parameter != "self")
     expected = tuple(signature.split(", ")) if signature else ()
-    return None if found == expected else f"{name} takes {found}, expected {expected}"
+    return None if parameters == expected else f"{name} takes {parameters}, expected {expected}"
 
 
 # ---------------------------------------------------------------- patches
@@ -264,8 +264,8 @@ def version_problem(use: str = TRANSACTION) -> str | None:
     """Return why the installed vLLM does not support a feature, or None if it does."""
     import vllm
 
-    found, supported = re.match(r"\d+\.\d+", vllm.__version__), SUPPORTED_VERSIONS[use]
-    if found is not None and found[0] in supported:
+    installed, supported = re.match(r"\d+\.\d+", vllm.__version__), SUPPORTED_VERSIONS[use]
+    if installed is not None and installed[0] in supported:
         return None
     purpose, are = ("", "are") if use == TRANSACTION else (f" for {use}", "is")
     return f"vLLM {vllm.__version__} is not supported{purpose}; supported {are} {', '.join(supported)}"

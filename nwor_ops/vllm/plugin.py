@@ -299,8 +299,8 @@ def _attach(runner: Any, module: str) -> None:
         return
     if session is None:
         if config.mode == "off" and audit_states_alone(runner):
-            said = "the engine does not speculate"
-            logger.info("nwor: only the recurrent states of this engine are audited: %s", said)
+            reason = "the engine does not speculate"
+            logger.info("nwor: only the recurrent states of this engine are audited: %s", reason)
         else:
             logger.info("nwor: not active: the engine does not speculate")
         return
@@ -387,13 +387,13 @@ def check_hooks() -> list[dict[str, Any]]:
     for feature, hooks in by_feature.items():
         wrong = version_problem(feature)
         needed = feature == TRANSACTION or (wrong is None and current_platform.device_type in DEVICES[feature])
-        found = [(f"vLLM version, {feature}", wrong, f"supported: {', '.join(SUPPORTED_VERSIONS[feature])}")]
+        results = [(f"vLLM version, {feature}", wrong, f"supported: {', '.join(SUPPORTED_VERSIONS[feature])}")]
         for hook in hooks:
             if not (hook.cuda and current_platform.is_cpu()):
                 name = f"{hook.module}.{hook.name}" if hook.module in RUNNERS else hook.name
-                found.append((name, hook.problem(), hook.signature))
+                results.append((name, hook.problem(), hook.signature))
         rows += [
             {"hook": name, "feature": feature, "needed": needed, "ok": problem is None, "detail": problem or detail}
-            for name, problem, detail in found
+            for name, problem, detail in results
         ]
     return rows

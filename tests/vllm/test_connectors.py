@@ -207,7 +207,7 @@ class Exporting:
         self.attached = ConnectorAttachment(runner_with(EXPORT))
         self.attached.follow(self.session)
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-        self.session.begin(Step(Window(starts, counts, slots, 2), lambda: ([0, 3], [2])))
+        self.session.begin(Step, Window(starts, counts, slots, 2), lambda: ([0, 3], [2]))
         with override_forward_context("the step's"):
             self.attached.save_kv_layer(self.export, "layer", cache, None, more=1)
         assert self.exported == []

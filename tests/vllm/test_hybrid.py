@@ -179,7 +179,6 @@ def test_shadow_pages_and_states_are_left_out_together() -> None:
 
     step = Step(make)
     step.audit.begin([0, 3], [2], {"0": SLOTS})
-    step.audit.opened({"0": torch.tensor([24, 25, 26])})
     marked = step.audit._left_out[step.cache.untyped_storage().data_ptr()]
     assert marked.view(BLOCKS, -1).sum(1).tolist() == [STATE, 0, 0, STATE, STATE, 0, 256, 256]
 

@@ -285,6 +285,17 @@ def test_a_step_as_it_should_be(recorded: bool) -> None:
     assert summary["tail_rows"] == 2 * 2  # slots 4 and 5, in both comparisons
 
 
+def test_vanilla_step_ignores_shadow_pages() -> None:
+    """A begin that failed may have copied committed rows there."""
+    step = Step()
+    step.audit.begin([0, 1, 4], [0, 2], {"0": OWN})
+    step.row(21)[:] = 7
+    step.audit.record("layer", *ROWS, OWN, 0, ())
+    write_rows(*ROWS, step.cache, OWN)
+    step.audit.commit(lambda: [1, 3], undone=False)
+    assert step.audit.summary()["steps"] == 1
+
+
 @pytest.mark.parametrize("slot", [8, 16, 12])
 def test_a_draft_that_is_not_redirected_is_found(slot: int) -> None:
     """The draft stays at its own slot, or goes to a page that is not a shadow page of its group.

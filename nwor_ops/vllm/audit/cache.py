@@ -142,6 +142,7 @@ class CacheAudit(StepListener):
         self._before: Images = {}  # the cache before the step
         self._loading: Images = {}  # the cache before a load
         self._left_out: dict[int, Tensor] = {}  # mask of the bytes that others may change in this step
+        self._shadows: dict[int, Tensor] = {}  # mask of the shadow pages
         self._totals = AuditSummary()
         self._block_sizes = {layer.group: layer.cache.planes[0].view.shape[1] for layer in layers}
         slots = {layer.group: layer.cache.num_slots for layer in layers}
@@ -162,6 +163,8 @@ class CacheAudit(StepListener):
         self._before = self._copies()
         self._forget_zeroed_blocks()
         self._left_out = self._recurrent_states() if self._recurrent else {}
+        for address, mask in self._shadows.items():
+            self._leave_out(address, mask != 0)
         if self.others_write and block_tables is not None and seq_lens is not None:
             lens = seq_lens[: len(step.query_start_loc) - 1].tolist()
             owned = {group: self._blocks(group, table, lens) for group, table in block_tables.items()}
@@ -378,8 +381,8 @@ class CacheAudit(StepListener):
                     text += f", in layer {layer.name} slots {listed(sorted(slots), own)}"
             view = self._layers_in(address)[0].cache.planes[0].view
             size = view.stride(0) * view.element_size()
-            found = wrong.nonzero().flatten() - int(view.storage_offset()) * view.element_size()
-            blocks, within = (found // size).unique().tolist(), found % size
+            offsets = wrong.nonzero().flatten() - int(view.storage_offset()) * view.element_size()
+            blocks, within = (offsets // size).unique().tolist(), offsets % size
             text += (
                 f", in blocks {blocks[:8]}{' and others' if len(blocks) > 8 else ''}, bytes {int(within.min())} to "
                 f"{int(within.max())} of the {size} bytes of a block;"

@@ -104,8 +104,8 @@ class StateAudit(StepListener, RecurrentListener):
         """Compare the checkpoints of one layer that vLLM just wrote."""
         states, cursors = layer.kv_cache[1], self._group_of(layer).cursors.table
         blocks, offsets = checkpoint.state_indices.tolist(), checkpoint.checkpoint_offsets.tolist()
-        places = range(len(blocks)) if rows is None else rows.tolist()
-        for block, offset, place in zip(blocks, offsets, places, strict=True):
+        indices = range(len(blocks)) if rows is None else rows.tolist()
+        for block, offset, index in zip(blocks, offsets, indices, strict=True):
             if block <= 0 or offset <= 0:
                 continue
             if pending := int(cursors[block, ::2].sum()):
@@ -113,7 +113,7 @@ class StateAudit(StepListener, RecurrentListener):
                     f"nwor audit: vLLM wrote a checkpoint of layer {layer.prefix} to block {block}, where {pending} "
                     f"rows of another window are pending"
                 )
-            wanted = emitted[place].to(states.dtype)
+            wanted = emitted[index].to(states.dtype)
             if differ := int((bytes_of(states[block]) != bytes_of(wanted)).sum()):
                 raise AuditError(
                     f"nwor audit: the checkpoint of layer {layer.prefix} in block {block} is not the state that the "
@@ -203,8 +203,8 @@ class StateAudit(StepListener, RecurrentListener):
                 self._counts["checkpoint_hits"] += 1
             else:
                 wanted, what = states[source], f"the state of block {source}"
-            found = states[target] if target else _folded(layer, row)
-            if differ := int((bytes_of(found) != bytes_of(wanted)).sum()):
+            stored = states[target] if target else _folded(layer, row)
+            if differ := int((bytes_of(stored) != bytes_of(wanted)).sum()):
                 block = f"block {target}" if target else f"block {source} with its pending rows"
                 raise AuditError(
                     f"nwor audit: the state of layer {name} in {block} is not {what}: {differ} bytes differ"

@@ -61,8 +61,6 @@ class StageAudit(CacheAudit):
         if step is None:
             return
         self._forwarded = {}
-        for address, mask in self._shadows.items():
-            self._leave_out(address, mask != 0)
         for group, own in step.slot_mappings.items():
             slots = self._redirected[group] = slot_mappings[group][: len(own)].cpu().clone()
             blocks, size = self._shadow_blocks[group], self._block_sizes[group]
@@ -86,9 +84,9 @@ class StageAudit(CacheAudit):
         if step is None or not self._redirected:
             return
         for group in step.slot_mappings:
-            own, found = self._tails(step, group)
+            own, shadow = self._tails(step, group)
             for layer in self._layers_of(group):
-                self._compare_tails(step, moment, layer, own, found)
+                self._compare_tails(step, moment, layer, own, shadow)
         images = {address: image.clone() for address, image in self._before.items()}
         moved = {group: self._redirected[group] != own for group, own in step.slot_mappings.items()}
         self._write(

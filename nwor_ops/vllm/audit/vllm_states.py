@@ -96,8 +96,8 @@ class VllmStateAudit(StepListener):
             self._forget(windows)  # the step failed
             return
         counts = num_sampled()
-        for place, block in enumerate(windows):  # those of one group after those of another
-            self._num_sampled[block] = counts[self._with_drafts[place % len(self._with_drafts)]]
+        for index, block in enumerate(windows):  # those of one group after those of another
+            self._num_sampled[block] = counts[self._with_drafts[index % len(self._with_drafts)]]
 
     def drop(self) -> None:
         windows, self._windows = self._windows, []
@@ -258,8 +258,8 @@ class LayerCall:
         """Return the windows. Padded rows and runs without a cache name block 0, and the kernel skips them."""
         starts = self.starts.tolist()
         rows = zip(self.blocks.tolist(), self.num_kept.tolist(), starts, starts[1:], strict=False)
-        found = [_Window(blocks, num_kept, start, end) for blocks, num_kept, start, end in rows if end > start]
-        return [window for window in found if window.num_kept > 0 and window.source > _NULL_BLOCK]
+        windows = [_Window(blocks, num_kept, start, end) for blocks, num_kept, start, end in rows if end > start]
+        return [window for window in windows if window.num_kept > 0 and window.source > _NULL_BLOCK]
 
 
 class _Inputs:

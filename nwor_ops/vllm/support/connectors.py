@@ -135,13 +135,13 @@ def _setting_without_one_state(name: str, extra: Mapping[str, Any]) -> str:
 def _own_connector(kv_transfer: Any) -> Connector:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    found = KVConnectorFactory.get_connector_class(kv_transfer)
-    if getattr(found, IN_ORDER, False):
+    connector_class = KVConnectorFactory.get_connector_class(kv_transfer)
+    if getattr(connector_class, IN_ORDER, False):
         unknown = (
             "it does not declare which states it reads; a class that reads only complete states sets "
             f"{COMPLETE_STATES} = True"
         )
-        complete = getattr(found, COMPLETE_STATES, False)
+        complete = getattr(connector_class, COMPLETE_STATES, False)
         return Connector("in order, as the class declares", layer_wise=True, one_state="" if complete else unknown)
     return Connector(
         "",

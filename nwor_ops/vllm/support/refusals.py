@@ -412,15 +412,15 @@ def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION, mod
         use: the feature.
         mode: mode of the transaction. If it is empty, refusals for a single mode are skipped.
     """
-    found = list[tuple[str, str]]()
+    parts = list[tuple[str, str]]()
     if device_type not in DEVICES[use]:
-        found.append((DEVICE.message.format(device=device_type, why=DEVICE.why(use)), DEVICE.change))
+        parts.append((DEVICE.message.format(device=device_type, why=DEVICE.why(use)), DEVICE.change))
     if use == DRAFT_GRAPHS:
         runner, method = "V2" if vllm_config.use_v2_model_runner else "V1", vllm_config.speculative_config.method
         if method not in DRAFT_METHODS[runner]:
             methods = ", ".join(DRAFT_METHODS[runner])
-            found.append((METHOD.message.format(method=method, runner=runner, methods=methods), METHOD.change))
-    found += [
+            parts.append((METHOD.message.format(method=method, runner=runner, methods=methods), METHOD.change))
+    parts += [
         (f"{refusal.feature}: {refusal.why(use)}", refusal.change)
         for refusal in REFUSALS
         if refusal.found is not None
@@ -428,5 +428,5 @@ def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION, mod
         and (use != TRANSACTION or mode in refusal.modes or len(refusal.modes) > 1)
         and refusal.found(vllm_config)
     ]
-    if found:
-        raise Unsupported.join(found)
+    if parts:
+        raise Unsupported.join(parts)

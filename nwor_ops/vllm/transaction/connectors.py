@@ -42,9 +42,9 @@ class ConnectorAttachment(StepListener):
     patched: tuple[str, ...]
 
     def __init__(self, runner: Any) -> None:
-        found = list(connectors_of(runner.vllm_config.kv_transfer_config))
-        self.layer_wise = [name for name, connector in found if connector.layer_wise]
-        self.loads_any_time = any(connector.loads_any_time for _, connector in found)
+        connectors = list(connectors_of(runner.vllm_config.kv_transfer_config))
+        self.layer_wise = [name for name, connector in connectors if connector.layer_wise]
+        self.loads_any_time = any(connector.loads_any_time for _, connector in connectors)
         self.patched = ("save_kv_layer",) if self.layer_wise else ()
         self.connector = worker_connector()
         if self.connector is not None:

@@ -168,10 +168,19 @@ class Session:
 
     # ------------------------------------------------------------ one step
 
-    def begin(self, step: Step) -> None:
-        """Open the window of a step. Call it after the runner prepared its inputs and before the forward."""
+    def begin(self, describe: Callable[..., Step], *inputs: Any) -> None:
+        """Open the window of the step that ``describe(*inputs)`` returns.
+
+        Call it after the runner prepared its inputs and before the forward.
+        """
         started = time.perf_counter()
         try:
+            try:
+                step = describe(*inputs)
+            except Exception as error:
+                self.close_interrupted()
+                self.go_on_without("begin", error)
+                return
             self.observe(step)
             manager, drafts = self.manager, step.window.num_draft_tokens
             if manager is None:

@@ -284,14 +284,14 @@ class _WriterOfScales:
         self._of_scratch: tuple[Tensor | None, Tensor | None] = (None, None)  # views that keep their storage alive
 
     def __call__(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        impl, given = self._attention.impl, kv_cache.untyped_storage()
+        impl, storage = self._attention.impl, kv_cache.untyped_storage()
         own = self._attention.kv_cache.untyped_storage()
-        if own.data_ptr() == given.data_ptr():
+        if own.data_ptr() == storage.data_ptr():
             self._write(key, value, kv_cache, slot_mapping)
             return
         bound = impl._k_scale_cache, impl._v_scale_cache
-        is_image = bound[0] is not None and own.nbytes() == given.nbytes()
-        views = tuple(same_place(view, given) for view in bound) if is_image else self._scratch_views(given)
+        is_image = bound[0] is not None and own.nbytes() == storage.nbytes()
+        views = tuple(same_place(view, storage) for view in bound) if is_image else self._scratch_views(storage)
         try:
             impl._k_scale_cache, impl._v_scale_cache = views
             self._write(key, value, kv_cache, slot_mapping)
@@ -300,9 +300,9 @@ class _WriterOfScales:
         finally:
             impl._k_scale_cache, impl._v_scale_cache = bound
 
-    def _scratch_views(self, given: torch.UntypedStorage) -> tuple[Tensor | None, Tensor | None]:
+    def _scratch_views(self, storage: torch.UntypedStorage) -> tuple[Tensor | None, Tensor | None]:
         known = self._of_scratch[0]
-        if known is not None and known.untyped_storage().data_ptr() == given.data_ptr():
+        if known is not None and known.untyped_storage().data_ptr() == storage.data_ptr():
             return self._of_scratch
         return None, None  # the back end creates them, once for each scratch page
 

@@ -52,14 +52,18 @@ def learn_pages(write: Writer, like: Tensor, source_dtype: torch.dtype) -> Tenso
     # Write one bit of each element's number at a time, as values that no quantization turns into zero or back.
     numbers = torch.arange(1, block_size * width + 1).view(block_size, 1, width).expand(-1, num_heads, -1)
     slots = torch.arange(block_size, 2 * block_size)
-    found = torch.zeros((2, num_heads, block_size * width), dtype=torch.int32)
+    numbered = torch.zeros((2, num_heads, block_size * width), dtype=torch.int32)
     for bit in range((block_size * width).bit_length()):
         row = (numbers >> bit & 1).to(source_dtype) * 1.5
         scratch = torch.zeros((2, num_heads, block_size, width), dtype=like.dtype)
         write(row[..., : width // 2].contiguous(), row[..., width // 2 :].contiguous(), scratch, slots)
-        found |= _written(scratch).view_as(found).int() << bit
-    order = found[1, 0]
-    if found[0].any() or (found[1] != order).any() or not torch.equal(order.sort().values, numbers[:, 0].flatten()):
+        numbered |= _written(scratch).view_as(numbered).int() << bit
+    order = numbered[1, 0]
+    if (
+        numbered[0].any()
+        or (numbered[1] != order).any()
+        or not torch.equal(order.sort().values, numbers[:, 0].flatten())
+    ):
         raise ValueError(
             f"vLLM's CPU writer ({like.dtype}, block size {block_size}, head size {width // 2}): filling one block "
             "must write each element of keys and values exactly once, at the same position for every head"

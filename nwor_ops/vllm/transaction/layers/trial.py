@@ -32,7 +32,7 @@ class Rows:
     def extreme(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return rows with every magnitude, both signs, zeros, infinities and NaN."""
         generator = torch.Generator().manual_seed(num_tokens)
-        made = []
+        parts = []
         for shape in self.shapes:
             size = (num_tokens, *shape)
             rows = torch.randn(size, generator=generator) * 2.0 ** torch.randint(-24, 24, size, generator=generator)
@@ -40,8 +40,8 @@ class Rows:
             flat[: 6 * (len(flat) // 6)].view(-1, 6)[::7] = torch.tensor(
                 [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 448.0]
             )
-            made.append(rows.to(self.device, self.dtype))
-        return made[0], made[1]
+            parts.append(rows.to(self.device, self.dtype))
+        return parts[0], parts[1]
 
 
 def _scratch(like: Tensor) -> Tensor:

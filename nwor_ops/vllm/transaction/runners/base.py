@@ -36,7 +36,7 @@ from nwor_ops.vllm.transaction.layers.back_ends import (
     target_layers,
 )
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
-from nwor_ops.vllm.transaction.session import Session, Step
+from nwor_ops.vllm.transaction.session import Session
 from nwor_ops.vllm.transaction.shadow_blocks import HOOKS as SHADOW_HOOKS
 from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks, shadow_blocks
 from nwor_ops.vllm.transaction.supported import checks_of, is_recurrent
@@ -189,16 +189,6 @@ class RunnerAttachment(abc.ABC):
         tables = {group: self.block_table(group) for group in session.slot_mappings}
         session.bind(self.layout(session.slot_mappings, tables))
         session.patches.put_methods(self.runner, self, self.patched)
-
-    def begin(self, describe: Callable[[Any], Step], inputs: Any) -> None:
-        """Open the window of a step with drafts."""
-        try:
-            step = describe(inputs)
-        except Exception as error:
-            self.session.close_interrupted()
-            self.session.go_on_without("begin", error)
-            return
-        self.session.begin(step)
 
     # ------------------------------------------------------------ methods that replace the runner's
 

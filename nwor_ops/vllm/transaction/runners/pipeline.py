@@ -42,13 +42,13 @@ class _DeferredStep:
     Attributes:
         received: vLLM's ``PendingRecv``.
         deferred: the manager's handle of the window.
-        places: positions in its batch of the requests that have drafts.
+        positions: positions in its batch of the requests that have drafts.
         known: whether the scheduler may have seen what was sampled.
     """
 
     received: Any
     deferred: Deferred
-    places: dict[str, int] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)
     known: bool = False
 
 
@@ -72,8 +72,8 @@ class PipelineRank:
             self.session.cancel_deferred(deferred)
             return result
         drafts = input_batch.num_draft_tokens_per_req
-        places = {name: place for place, name in enumerate(input_batch.req_ids) if drafts[place] > 0}
-        self._deferred_steps.append(_DeferredStep(received, deferred, places))
+        positions = {name: position for position, name in enumerate(input_batch.req_ids) if drafts[position] > 0}
+        self._deferred_steps.append(_DeferredStep(received, deferred, positions))
         return result
 
     def get_prev_sampled_outputs(self, get: Callable[[], Any]) -> Any:
@@ -90,11 +90,11 @@ class PipelineRank:
         vLLM calls this after ``get_prev_sampled_outputs``, and before blocks are cleared, copied or written.
         """
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        for step in [step for step in self._deferred_steps if not gone.isdisjoint(step.places)]:
+        for step in [step for step in self._deferred_steps if not gone.isdisjoint(step.positions)]:
             if step.known or not scheduler_output.total_num_scheduled_tokens or step.received.event.query():
                 self._settle(step)
                 continue
-            ended = [step.places.pop(name) for name in gone & step.places.keys()]
+            ended = [step.positions.pop(name) for name in gone & step.positions.keys()]
             if not self.session.undo(step.deferred, ended):
                 self._deferred_steps.remove(step)
         if scheduler_output.pending_structured_output_tokens:
@@ -104,7 +104,7 @@ class PipelineRank:
 
     def schedule(self, requests: Iterable[str]) -> None:
         """Settle the deferred windows of requests that run in the step that begins."""
-        for step in [step for step in self._deferred_steps if not step.places.keys().isdisjoint(requests)]:
+        for step in [step for step in self._deferred_steps if not step.positions.keys().isdisjoint(requests)]:
             self._settle(step)
 
     def _settle(self, step: _DeferredStep) -> None:

@@ -138,7 +138,7 @@ class V1(RunnerAttachment):
     def _prepare_inputs(self, prepare: Callable[..., Any], scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = prepare(scheduler_output, num_scheduled_tokens)
         if result[1] is not None:
-            self.begin(self._step, result[1])
+            self.session.begin(self._step, result[1])
         else:
             self.session.skip()
         return result

@@ -126,7 +126,7 @@ class V2(RunnerAttachment):
         if self._rank is not None:
             self._rank.schedule(input_batch.req_ids)
         if input_batch.num_draft_tokens > 0:
-            self.begin(self._step, input_batch)
+            self.session.begin(self._step, input_batch)
             return prepared
         self.session.skip()
         if self._rank is not None and self.session.notifies("begin"):
