@@ -47,11 +47,12 @@ from nwor_ops.ops.bound import (
 )
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.layers import Layer, LayerTable
-from nwor_ops.transaction.modes import Capacity, LayerWriter, Recovery
+from nwor_ops.transaction.modes import Capacity, Recovery
 from nwor_ops.transaction.protocol import State, Stateful, is_capturing
 from nwor_ops.transaction.shadow_pages import ShadowPages
 from nwor_ops.transaction.undo_log import UndoLog
 from nwor_ops.transaction.window import Layout, Window, WindowBuffers
+from nwor_ops.transaction.writer import LayerWriter
 
 DEFAULT_GROUP = "default"
 _CLOSED, _OPEN = State.CLOSED, State.OPEN  # a global name costs the host less than a member of an enumeration
@@ -211,9 +212,11 @@ class DraftCommitManager(Stateful[Layer]):
         self._layers.prepare()
         self.recovery.allocate(buffers)
         unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
-        self._writers = {
-            name: self.recovery.writer(layer, self, unscaled) for name, layer in self._layers.items()
-        }  # fmt: skip
+        logs = self.recovery.classes if isinstance(self.recovery, UndoLog) else None
+        for name, layer in self._layers.items():
+            log = None if logs is None else logs[layer.layer_class.number]
+            row_slots = buffers.row_slots[self.groups.index(layer.layer_class.group)]
+            self._writers[name] = LayerWriter(layer, self, buffers, unscaled, log, row_slots)
         self._zeros = torch.zeros(self.max_num_requests + 1, dtype=torch.int32, device=self.device)
         self.buffers = buffers
         self._state = State.CLOSED

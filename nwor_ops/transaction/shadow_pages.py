@@ -19,9 +19,8 @@ from nwor_ops.kv_cache import Plane, PlaneList, occupies_memory
 from nwor_ops.ops.bound import bind
 from nwor_ops.ops.shadow import MOST_GROUPS
 from nwor_ops.overlap import Area, first_overlap
-from nwor_ops.transaction.layers import Layer, LayerTable
-from nwor_ops.transaction.modes import Capacity, LayerWriter
-from nwor_ops.transaction.protocol import Stateful
+from nwor_ops.transaction.layers import LayerTable
+from nwor_ops.transaction.modes import Capacity
 from nwor_ops.transaction.window import Layout, Window, WindowBuffers, numbers_on
 from nwor_ops.validation import BoundToMemory
 
@@ -120,9 +119,6 @@ class ShadowPages(BoundToMemory):
                 "pages (num_shadow_blocks), it has none"
             )
         return torch.arange(first, first + self.blocks_per_group, dtype=torch.int32)
-
-    def writer(self, layer: Layer, manager: Stateful[Layer], unscaled: Tensor) -> PlainWriter:
-        return PlainWriter(layer, manager, self._buffers, unscaled)
 
     def bind_begin(self, plan: Tensor, layout: Layout, sample: Window) -> Tensor:
         tables: Any = layout.block_tables
@@ -229,34 +225,6 @@ class ShadowPages(BoundToMemory):
     def _is_redirected(self, group: int, slots: Tensor, block_size: int) -> bool:
         blocks = slots[slots >= 0] // block_size
         return bool(torch.isin(blocks, self.shadow_blocks[group]).any())
-
-
-class PlainWriter(LayerWriter):
-    """Writes to the slots, which are redirected already."""
-
-    def write(
-        self,
-        key: Tensor,
-        value: Tensor,
-        slot_mapping: Tensor,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        kv_cache_dtype: str = "auto",
-        token_offset: int = 0,
-    ) -> None:
-        if self._has_nothing_to_write("write", key):
-            return
-        self._require_writable()
-        self._log_rows("write", token_offset, slot_mapping)  # checks the offset
-        ops.write_kv(
-            key, value, *self._layer.caches(), slot_mapping, self._unscaled if k_scale is None else k_scale,
-            self._unscaled if v_scale is None else v_scale, kv_cache_dtype,
-        )  # fmt: skip
-
-    def log(self, slot_mapping: Tensor, token_offset: int = 0) -> None:
-        """Only check: the external writer follows the redirected slots."""
-        if not self._has_nothing_to_write("log", slot_mapping):
-            self._log_rows("log", token_offset, slot_mapping)
 
 
 def _pages_of(group: str, planes: Sequence[Plane]) -> tuple[int, int]:

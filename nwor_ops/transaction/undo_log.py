@@ -16,8 +16,7 @@ from nwor_ops.kv_cache import Plane, PlaneList
 from nwor_ops.ops.bound import bind
 from nwor_ops.torch_fixes import static, static_int
 from nwor_ops.transaction.layers import Layer, LayerClass, LayerTable
-from nwor_ops.transaction.modes import Capacity, LayerWriter
-from nwor_ops.transaction.protocol import Stateful, waits_for_checks
+from nwor_ops.transaction.modes import Capacity
 from nwor_ops.transaction.window import Layout, Window, WindowBuffers
 from nwor_ops.validation import BoundToMemory
 
@@ -99,10 +98,6 @@ class UndoLog(BoundToMemory):
     def launches_per_window(self) -> int:
         return sum(len(layer_class.planes) for layer_class in self._layers.classes)
 
-    def writer(self, layer: Layer, manager: Stateful[Layer], unscaled: Tensor) -> LoggedWriter:
-        row_slots = self._buffers.row_slots[self._layers.groups.index(layer.layer_class.group)]
-        return LoggedWriter(layer, manager, self._buffers, unscaled, self.classes[layer.layer_class.number], row_slots)
-
     def bind_begin(self, plan: Tensor, layout: Layout, sample: Window) -> Tensor:
         return plan  # drafts are logged when they are written
 
@@ -137,78 +132,6 @@ class UndoLog(BoundToMemory):
 
     def forget(self, states: Sequence[int] | None) -> None:
         """Do nothing: a log holds only one window."""
-
-
-class LoggedWriter(LayerWriter):
-    """Logs what the drafts' slots of a layer hold, and writes."""
-
-    def __init__(
-        self,
-        layer: Layer,
-        manager: Stateful[Layer],
-        buffers: WindowBuffers,
-        unscaled: Tensor,
-        class_log: ClassLog,
-        row_slots: Tensor,
-    ) -> None:
-        super().__init__(layer, manager, buffers, unscaled)
-        self._class_log, self._row_slots = class_log, row_slots
-        self._eager = class_log.of_layer(layer)
-
-    def _log(self) -> LayerLog:
-        # Functionalization handles many mutated inputs that share one storage badly. A traced graph therefore
-        # sees the one tensor of the class and selects from it.
-        return self._class_log.of_layer(self._layer) if torch.compiler.is_compiling() else self._eager
-
-    def write(
-        self,
-        key: Tensor,
-        value: Tensor,
-        slot_mapping: Tensor,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        kv_cache_dtype: str = "auto",
-        token_offset: int = 0,
-    ) -> None:
-        if self._has_nothing_to_write("write", key):
-            return
-        log = self._log()
-        if log.key_value is None:
-            self._require_writable()
-            return
-        self._check_slots("write", token_offset, slot_mapping)
-        key_cache, value_cache, key_log, value_log = log.key_value
-        # By position: this runs in every layer, and torch takes 3 us longer to read the names.
-        ops.write_kv_logged(
-            key, value, key_cache, value_cache, slot_mapping, self._unscaled if k_scale is None else k_scale,
-            self._unscaled if v_scale is None else v_scale, kv_cache_dtype,
-            self._log_rows("write", token_offset, slot_mapping), key_log, value_log, self._buffers.window_id,
-            log.row_windows,
-        )  # fmt: skip
-
-    def log(self, slot_mapping: Tensor, token_offset: int = 0) -> None:
-        if self._has_nothing_to_write("log", slot_mapping):
-            return
-        self._check_slots("log", token_offset, slot_mapping)
-        log, log_rows = self._log(), self._log_rows("log", token_offset, slot_mapping)
-        last = len(self._layer.cache.planes) - 1
-        for index, plane in enumerate(self._layer.cache.planes):
-            # Only the last plane marks the rows, after all planes of the layer are logged.
-            marks = (self._buffers.window_id, log.row_windows) if index == last else (None, None)
-            ops.log_slots(plane.view, slot_mapping, log_rows, log.logs[index], plane.page_offsets, *marks)
-
-    def _check_slots(self, method: str, token_offset: int, slot_mapping: Tensor) -> None:
-        """In debug mode, raise for a draft written to another slot than the window has. It would not be undone."""
-        if not waits_for_checks(slot_mapping):
-            return
-        rows = self._log_rows(method, token_offset, slot_mapping)[: slot_mapping.shape[0]]
-        tokens = (rows >= 0).nonzero().squeeze(1)
-        planned = self._row_slots[rows[tokens].to(torch.int64)]
-        for token in tokens[slot_mapping[tokens] != planned].tolist():
-            raise ValueError(
-                f"{method}: slot_mapping must have the slots of the window, got slot {int(slot_mapping[token])} for "
-                f"the draft at index {token}, which has another slot there"
-            )
 
 
 def _restore_arguments(launch: Launch, rejected: Tensor, window_id: Tensor) -> dict[str, Any]:

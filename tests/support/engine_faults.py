@@ -98,12 +98,12 @@ def _of_cancel(worker: Any) -> list[Fault]:
 def _of_capture(_: Any) -> list[Fault]:
     import torch
 
-    from nwor_ops.transaction.undo_log import LoggedWriter
+    from nwor_ops.transaction.writer import LayerWriter
 
     def capturing(*_: Any, **__: Any) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    return [Fault(LoggedWriter, "write", 3, "", only=capturing)]
+    return [Fault(LayerWriter, "write", 3, "", only=capturing)]
 
 
 def _of_pipeline(_: Any) -> list[Fault]:

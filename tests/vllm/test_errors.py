@@ -40,7 +40,7 @@ def _faults(mode: str) -> list[Fault]:
     """Return faults of every moment of a step, before its launches and between them, and of the metrics."""
     from nwor_ops import DraftCommitManager
     from nwor_ops.transaction import manager
-    from nwor_ops.transaction.undo_log import LoggedWriter
+    from nwor_ops.transaction.writer import LayerWriter
     from nwor_ops.vllm.metrics.publisher import Publisher
     from nwor_ops.vllm.transaction.runners.v1 import V1
 
@@ -49,8 +49,8 @@ def _faults(mode: str) -> list[Fault]:
         Fault(V1, "_step", 11, BEGIN),
         Fault(DraftCommitManager, "begin", 9, BEGIN),
         Fault(manager, begin, 10, BEGIN, after=True),
-        Fault(LoggedWriter, "write", 7, WRITE),
-        Fault(LoggedWriter, "log", 7, WRITE),  # if vLLM's writer is used
+        Fault(LayerWriter, "write", 7, WRITE),
+        Fault(LayerWriter, "log", 7, WRITE),  # if vLLM's writer is used
         Fault(DraftCommitManager, "commit", 6, COMMIT),
         Fault(manager, "commit_tokens_bound", 8, COMMIT, after=True),
         Fault(Publisher, "_copy", 3, SEND),

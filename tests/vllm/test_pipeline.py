@@ -13,7 +13,7 @@ import torch
 from pipeline_rank import Engine
 
 from nwor_ops.transaction.in_flight import InFlightManager
-from nwor_ops.transaction.undo_log import LoggedWriter
+from nwor_ops.transaction.writer import LayerWriter
 from nwor_ops.vllm.audit.cache import AuditError
 from nwor_ops.vllm.audit.engine import cache_audit
 
@@ -75,7 +75,7 @@ def test_an_undo_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert session.manager._deferred == {}
 
 
-@pytest.mark.parametrize(("owner", "moment"), [(InFlightManager, "begin"), (LoggedWriter, "write")])
+@pytest.mark.parametrize(("owner", "moment"), [(InFlightManager, "begin"), (LayerWriter, "write")])
 def test_vanilla_step_is_no_finding(monkeypatch: pytest.MonkeyPatch, owner: type, moment: str) -> None:
     """Every draft of such a step stays. The audit still compares all other rows."""
     planned, calls = getattr(owner, moment), 0
