@@ -115,16 +115,17 @@ class InFlightManager(DraftCommitManager):
         buffers, rows = self.buffers, self._rows(section)
         self._section, self._window, self._unfinished, self._state = section, window, "begin", State.OPEN
         try:
-            sections = {
+            section_of: dict[str, Any] = {
                 "row_slots": self._row_slots,
                 "row_requests": buffers.row_requests[rows],
                 "row_positions": buffers.row_positions[rows],
                 "draft_start_loc": self._starts[section],
+                "num_bonus_tokens": self._layout.num_bonus_tokens,
+                "leading_zero": self._layout.leading_zero,
             }
             ops.plan_window(
-                query_start_loc=window.query_start_loc, cu_num_draft_tokens=window.cu_num_draft_tokens,
-                slot_mappings=self._slot_mappings, num_bonus_tokens=self._layout.num_bonus_tokens,
-                leading_zero=self._layout.leading_zero, **buffers.plan_arguments() | sections,
+                window.query_start_loc, window.cu_num_draft_tokens, self._slot_mappings,
+                **buffers.plan_arguments() | section_of,
             )  # fmt: skip
             buffers.row_slots[:, rows].copy_(self._row_slots)
             self._ids[section].copy_(buffers.window_id)
@@ -231,11 +232,13 @@ class InFlightManager(DraftCommitManager):
         del self._deferred[deferred.section]
         self._abandoned += 1
 
-    def commit(self, *_: Tensor) -> NoReturn:
+    def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> NoReturn:
         """Raise RuntimeError: use :meth:`defer` and :meth:`settle`."""
         raise RuntimeError("commit: an InFlightManager has no immediate commit; call defer(), then settle()")
 
-    commit_rejected = commit
+    def commit_rejected(self, num_rejected: Tensor) -> NoReturn:
+        """Raise RuntimeError: use :meth:`defer` and :meth:`settle`."""
+        self.commit(num_rejected, num_rejected)
 
     # ------------------------------------------------------------ inside
 
