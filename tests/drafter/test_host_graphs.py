@@ -42,13 +42,13 @@ def test_launches_are_counted_outside_graphs():
     ],
     ids=["item", "bool", "nonzero", "mask", "unique"],
 )
-def test_a_body_that_waits_for_the_device_is_refused(body):
+def test_waiting_body_is_refused(body):
     x = torch.ones(3)
     with pytest.raises(RuntimeError, match=r"aten\..* cannot be captured in a CUDA graph: the host must read"):
         HostGraph(lambda: body(x)).replay()
 
 
-def test_an_index_that_is_no_mask_is_allowed():
+def test_index_without_a_mask_is_allowed():
     x = torch.arange(6)
     HostGraph(lambda: x[torch.tensor([1, 2])]).replay()
 
@@ -66,7 +66,7 @@ def test_captured_drafts_are_those_of_eager_code(mode):
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
-def test_garbage_is_not_collected_during_a_capture(enabled):
+def test_capture_collects_no_garbage(enabled):
     """The collector may destroy an old graph, which CUDA does not permit while a stream is capturing."""
     captured, seen = drafter(), []
     model = captured.loop.model_fn
@@ -91,7 +91,7 @@ def test_garbage_is_not_collected_during_a_capture(enabled):
     assert not any(seen)
 
 
-def test_a_tensor_that_moved_is_refused():
+def test_moved_tensor_is_refused():
     captured = drafter()
     captured.capture([ROWS], ("loop",))
     captured.buffers.input_ids = captured.buffers.input_ids.clone()
@@ -99,7 +99,7 @@ def test_a_tensor_that_moved_is_refused():
         play(captured, "loop", 1, 0.0)
 
 
-def test_a_metadata_update_that_waits_for_the_device_cannot_be_captured():
+def test_waiting_metadata_update_is_refused():
     class Waiting(PagedMetadataAdapter):
         def update(self, key, metadata):
             if int(self.buffers.current_draft_step) < NUM_DRAFTS:
