@@ -25,9 +25,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Left out under a sanitizer: graphs, compilers, subprocesses and large caches. They are slow there and add no kernel.
 SANITIZED = (
-    "(layout or transaction or micro or acceptance or samples or placement or no_numbers or bad_data "
-    "or plane_table or leading_zero or norm_is or chunks_across_a_boundary or chunks_wherever) "
-    "and not (compile or opcheck or graph or test_debug or any_counts or equals_a_run)"
+    "(by_hand or windows_match_oracle or number_of_requests or plane_table or transaction or norm_is "
+    "or chunks_across_a_boundary or chunks_wherever or those_of_cpu) "
+    "and not (compile or opcheck or graph or trace)"
 )
 # gpu_engines.py runs vLLM's engines of tests/gpu/vllm. Long tests first.
 FOLDERS = (ROOT / "tests" / "ops", ROOT / "tests" / "gpu")
