@@ -121,7 +121,7 @@ def test_outputs_of_the_chunk_form_are_near_those_of_vllm(case: str, blocks: lis
 )
 def test_outputs_of_other_layers_equal_those_with_a_state_per_draft(case: str) -> None:
     """Run layers of Kimi Linear, OLMo hybrid, GLM-5.3-Flash and Bailing V3."""
-    said = said_of(case, f"one_state_{case.partition('-')[0]}.py")
+    said = said_of(case, "one_state_models.py")
     assert said["blocks"] == [4, 1]
     assert min(said["windows_only"], said["mixed"]) > 4
     assert said["launches_added"] == (1 if "graphs" in case else GROUPS)
@@ -145,7 +145,7 @@ def test_outputs_of_other_layers_equal_those_with_a_state_per_draft(case: str) -
 def test_outputs_without_drafts_equal_those_of_vllm(case: str) -> None:
     """Each decode is a window of one token. vLLM has other kernels for them, which add in another order."""
     layer = case.partition("-")[0]
-    said = said_of(case, f"one_state_{'layers' if layer == 'plain' else layer}.py")
+    said = said_of(case, f"one_state_{'layers' if layer == 'plain' else 'models'}.py")
     assert said["blocks"] == [1, 1]
     assert min(said["windows_only"], said["mixed"]) > 4
     # Our builder copies nothing for a batch of decodes. For graphs, vLLM's builder copies for each group. Operations on
