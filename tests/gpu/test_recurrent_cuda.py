@@ -268,7 +268,7 @@ def test_bits_of_vllm_for_olmo_hybrid(device, olmo_kernels, heads, drafts, count
     check_vllm_has_the_bits(requests, functools.partial(olmo_kernels, allow_neg_eigval=allow_neg_eigval), steps)
 
 
-def test_bits_of_vllm_for_olmo_hybrid_with_half_inputs(device, olmo_kernels):
+def test_bits_of_vllm_for_olmo_half_inputs(device, olmo_kernels):
     requests = Requests(device, 5, 4, torch.float32, Heads(2, 2, 96, 192), dtype=torch.float16)
     check_vllm_has_the_bits(requests, functools.partial(olmo_kernels, allow_neg_eigval=False), 20)
 

@@ -841,7 +841,7 @@ def test_refused_lists_of_two_shapes(device):
 
 
 @pytest.mark.parametrize("name", ["plan", "window_id"])
-def test_a_state_must_not_overlap_the_plan_of_a_fold(device, name):
+def test_state_overlaps_plan_of_fold(device, name):
     """Also where their dtypes differ."""
     arguments = layouts.twin(samples.fold(2, ran=()), device)
     given = named(FOLD, arguments)

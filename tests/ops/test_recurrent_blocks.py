@@ -131,7 +131,7 @@ def test_invalid_number_of_kept_tokens(device, kept, columns):
         assert skipped.item() == 7 + 2
 
 
-def test_number_of_kept_tokens_is_ignored_if_nothing_is_pending(device):
+def test_kept_tokens_are_ignored_without_pending_rows(device):
     for columns in (samples.MOVES, samples.FULL_BLOCKS):
         arguments = with_pending(samples.block_fold(columns | {"num_kept": (0, 99, -1, 1)}))
         oracle_checks.assert_same_as_oracle(OP, arguments, device)

@@ -142,7 +142,7 @@ def test_bits_do_not_depend_on_windows(state_dtype):
         assert torch.equal(other.folded(3), state), seed
 
 
-def test_bits_do_not_depend_on_folds_to_other_slots():
+def test_bits_do_not_depend_on_copies():
     end, inputs = 60, inputs_of(60)
     outputs = Stream(torch.bfloat16).read_all(inputs, [(3, 3)] * end, end)
     stream = Stream(torch.bfloat16)

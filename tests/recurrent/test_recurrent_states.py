@@ -57,7 +57,7 @@ def decode_at_random(decoding: Decoding, steps: int, num_requests: int) -> None:
 
 
 @pytest.mark.parametrize("in_pages", [False, True], ids=["tensors", "pages"])
-def test_every_step_is_bit_identical_to_a_scheme_that_keeps_every_state(device, in_pages):
+def test_bits_equal_a_scheme_with_every_state(device, in_pages):
     decoding = Decoding(in_pages=in_pages, num_slots=6, device=device)
     before = {name: pages.clone() for name, pages in decoding.pages.items()}
     decode_at_random(decoding, steps=60, num_requests=4)
@@ -285,7 +285,7 @@ def test_sizes_of_caches_are_numbers_in_a_trace():
     torch._dynamo.reset()
 
 
-def test_pages_of_several_dtypes_are_traced_within_an_op_of_the_engine():
+def test_mixed_pages_are_traced_within_an_op():
     """Torch cannot trace a call that mutates views of one storage with several dtypes. The error says what to do."""
     decoding = Decoding(["gdn", "kda"], in_pages=True)
     decoding.start(1)
@@ -369,7 +369,7 @@ def test_requests_that_a_window_skips_are_counted(device):
     assert decoding.states.stats().skipped_requests == 2
 
 
-def test_the_count_of_skipped_requests_is_copied_a_few_times_per_second(device):
+def test_skipped_count_is_copied_now_and_then(device):
     skipped = SkippedRequests(torch.device(device))
     skipped.copy()
     skipped.counter += 2
@@ -702,7 +702,7 @@ def test_layers_that_do_not_match(sizes, error, sentence):
     states.allocate()
 
 
-def test_a_layer_without_a_kernel_is_refused_before_any_window():
+def test_layer_without_a_kernel_is_refused():
     states = new_states()
     states.register_layer("a", new_cache())
     states.register_layer("odd", new_cache(key_size=192))
@@ -710,7 +710,7 @@ def test_a_layer_without_a_kernel_is_refused_before_any_window():
         states.allocate()
 
 
-def test_layers_with_other_strides_are_folded_by_another_launch():
+def test_other_strides_take_another_launch():
     states, cache = new_states(), new_cache()
     memory = torch.zeros(4, 3, 64, 64)
     spaced = memory[:, :2]

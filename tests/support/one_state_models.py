@@ -39,6 +39,7 @@ HEADS, WIDTH = 2, 64
 SIZE = HEADS * WIDTH
 KEY_WIDTH, VALUE_WIDTH = 96, 192  # of OLMo hybrid
 KEYS, VALUES = KEY_HEADS * KEY_WIDTH, VALUE_HEADS * VALUE_WIDTH
+Shapes = dict[str, tuple[int, ...]]
 QKV = ("q_proj_states", "k_proj_states", "v_proj_states")
 
 
@@ -53,7 +54,7 @@ class ModelSide(Side):
 
     model: str
     state = torch.float32
-    inputs: ClassVar[dict[str, tuple[int, ...]]]
+    inputs: ClassVar[Shapes]
 
     @staticmethod
     def sizes(ranks: int) -> dict[str, Any]:
@@ -223,7 +224,7 @@ class Kimi(ModelSide):
 
 class Glm(ModelSide):
     model = "glm"
-    inputs: ClassVar[dict[str, tuple[int, ...]]] = {"qkv": (3 * SIZE,), "beta": (HEADS,), "g1": (HEADS, WIDTH)}
+    inputs: ClassVar[Shapes] = {"qkv": (3 * SIZE,), "beta": (HEADS,), "g1": (HEADS, WIDTH)}
 
     @staticmethod
     def sizes(ranks: int) -> dict[str, Any]:

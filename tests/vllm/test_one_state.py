@@ -79,7 +79,7 @@ def said_of(case: str, script: str) -> Any:
         pytest.param("fused-norm-graphs", marks=pytest.mark.nightly),
     ],
 )
-def test_outputs_equal_those_with_a_state_per_draft(case: str) -> None:
+def test_qwen_equals_vllm(case: str) -> None:
     said = said_of(case, "one_state_layers.py")
     assert said["blocks"] == [4, 1]  # per request and group: vanilla vLLM, ours
     assert min(said["windows_only"], said["mixed"]) > 12
@@ -101,7 +101,7 @@ def test_outputs_equal_those_with_a_state_per_draft(case: str) -> None:
         pytest.param("fused-norm-graphs-chunk", [4, 1], marks=pytest.mark.nightly),
     ],
 )
-def test_outputs_of_the_chunk_form_are_near_those_of_vllm(case: str, blocks: list[int]) -> None:
+def test_chunk_outputs_are_near_those_of_vllm(case: str, blocks: list[int]) -> None:
     """Prompts of any length precede the windows, and each chunk still ends at a multiple of 16 tokens."""
     said = said_of(case, "one_state_layers.py")
     assert said["blocks"] == blocks
@@ -119,7 +119,7 @@ def test_outputs_of_the_chunk_form_are_near_those_of_vllm(case: str, blocks: lis
         *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("kimi", "olmo", "glm", "bailing")),
     ],
 )
-def test_outputs_of_other_layers_equal_those_with_a_state_per_draft(case: str) -> None:
+def test_other_models_equal_vllm(case: str) -> None:
     """Run layers of Kimi Linear, OLMo hybrid, GLM-5.3-Flash and Bailing V3."""
     said = said_of(case, "one_state_models.py")
     assert said["blocks"] == [4, 1]
@@ -142,7 +142,7 @@ def test_outputs_of_other_layers_equal_those_with_a_state_per_draft(case: str) -
         ),
     ],
 )
-def test_outputs_without_drafts_equal_those_of_vllm(case: str) -> None:
+def test_models_without_drafts_equal_vllm(case: str) -> None:
     """Each decode is a window of one token. vLLM has other kernels for them, which add in another order."""
     layer = case.partition("-")[0]
     said = said_of(case, f"one_state_{'layers' if layer == 'plain' else 'models'}.py")
@@ -167,7 +167,7 @@ def test_outputs_without_drafts_equal_those_of_vllm(case: str) -> None:
         pytest.param("aligned-chunk-nodrafts", 1, 8, marks=pytest.mark.nightly),
     ],
 )
-def test_outputs_with_prefix_caching_equal_those_of_vllm(case: str, hits: int, folds: int) -> None:
+def test_prefix_caching_equals_vllm(case: str, hits: int, folds: int) -> None:
     """vLLM's kernels copy its states from block to block, and choose the blocks of our states.
 
     A block that a decode fills gets the key of its prefix. Without drafts its row is folded in place.
@@ -181,7 +181,7 @@ def test_outputs_with_prefix_caching_equal_those_of_vllm(case: str, hits: int, f
 
 
 @pytest.mark.long
-def test_outputs_with_checkpoints_equal_those_of_vllm() -> None:
+def test_checkpoints_of_prompts_equal_vllm() -> None:
     """vLLM writes a state from the middle of a prompt to a separate block.
 
     It finds the block in the whole table. Rows of a previous owner may be pending there. Later requests start from
@@ -233,7 +233,7 @@ def test_the_capture_of_a_graph_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("geometry", [GEOMETRY, CHUNK], ids=["halves", "chunk"])
-def test_a_page_holds_states_and_record_and_they_share_nothing(geometry: RecordGeometry) -> None:
+def test_page_holds_states_and_record_apart(geometry: RecordGeometry) -> None:
     width = geometry.key_width
     vllm = replace(STATES, shapes=((6, 768), (4, 128, width)))
     spec, states = geometry.extend(vllm), vllm.page_size_bytes
@@ -266,7 +266,7 @@ def unbound_layer() -> Any:
     return layer
 
 
-def test_the_audit_of_the_cache_knows_the_states_and_the_record_of_a_page() -> None:
+def test_cache_audit_knows_states_and_record() -> None:
     layer = unbound_layer()
     used = GEOMETRY.extend(STATES).page_size_bytes
     pages = torch.zeros(3, 1, 1, used + 64, dtype=torch.int8)
@@ -366,7 +366,7 @@ def test_kimi_linear_with_bounded_decays() -> None:
 
 
 @pytest.mark.parametrize("name", ["gdn_mtp_multimodal", "minicpm_v", "interns2_preview", "interns2_mobius"])
-def test_a_multimodal_model_has_the_sizes_of_its_text_configuration(
+def test_multimodal_model_has_sizes_of_its_text(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import dynamic_module_utils
@@ -382,7 +382,7 @@ def test_a_multimodal_model_has_the_sizes_of_its_text_configuration(
     assert models.model_of(config) is models.qwen.MODEL
 
 
-def test_a_model_reports_the_size_of_a_page_with_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_reports_pages_with_records(monkeypatch: pytest.MonkeyPatch) -> None:
     class Model:
         get_mamba_state_shape_from_config = classmethod(lambda cls, config: STATES.shapes)
         get_mamba_state_dtype_from_config = classmethod(lambda cls, config: STATES.dtypes)
@@ -398,7 +398,7 @@ def test_a_model_reports_the_size_of_a_page_with_the_record(monkeypatch: pytest.
     assert pages(engine(recurrent=False)) == [STATES.page_size_bytes]
 
 
-def test_a_model_with_two_kinds_of_recurrent_layers_adds_records_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_of_two_kinds_has_records(monkeypatch: pytest.MonkeyPatch) -> None:
     convolution = replace(STATES, shapes=((12, 512),), dtypes=(torch.bfloat16,), tp_replicated=True)
 
     class Model:
@@ -415,7 +415,7 @@ def test_a_model_with_two_kinds_of_recurrent_layers_adds_records_to_one(monkeypa
         assert specs == (GEOMETRY.extend(STATES), convolution)
 
 
-def test_ple_has_one_state_and_reads_the_first_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ple_reads_only_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own layer and metadata builder for PLE of Qwen3.8-Flash-Next."""
     from one_state_layers import configuration
     from vllm.models.qwen4_exp.nvidia.ple_layer import Qwen4ExpPLELayer
@@ -625,7 +625,7 @@ class Audited:
         self.layer.kv_cache[1].view(torch.uint8)[slot, 3, 100, 7] += 1
 
 
-def test_the_audit_compares_each_state_and_finds_a_wrong_byte() -> None:
+def test_audit_finds_wrong_byte() -> None:
     audited = Audited([5, 2], [4, 3])
     audited.run([1, 1], [3, 1], [4, 3])
     counts = dict.fromkeys(("folds", "prompt_folds", "tail_folds", "checkpoints", "checkpoint_hits"), 0)
@@ -652,7 +652,7 @@ def audited_chunks() -> Audited:
     return audited
 
 
-def test_a_chunk_that_begins_writes_whole_records_and_nothing_else() -> None:
+def test_chunk_begin_writes_only_whole_records() -> None:
     layer, other = Layer(geometry=CHUNK), Layer(geometry=CHUNK)
     other.pages.random_(-128, 127, generator=torch.Generator().manual_seed(5))
     layer.pages.copy_(other.pages)
@@ -681,7 +681,7 @@ def test_audit_finds_wrong_byte_of_a_chunk(part: str) -> None:
     audited.finds("in block 2 with its pending rows is not the state after 5 tokens")
 
 
-def test_chunks_that_move_to_another_block_keep_their_rows() -> None:
+def test_moved_chunks_keep_their_rows() -> None:
     """vLLM's kernel copies states and records (one_state_aligned.py); here the whole block is copied."""
     audited = audited_chunks()
     group, cursors, cache = audited.layer.group, audited.layer.group.cursors, audited.layer.recurrent_cache
@@ -699,7 +699,7 @@ def test_chunks_that_move_to_another_block_keep_their_rows() -> None:
     assert audited.window.plan[0].tolist() == [6, 5, 16, 0]
 
 
-def test_rows_that_change_nothing_are_not_counted_as_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neutral_rows_are_not_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of connectors count the pending rows of exported blocks."""
     from state_connector import pending_in
 
@@ -715,7 +715,7 @@ def test_rows_that_change_nothing_are_not_counted_as_pending(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("part", ["state", "updates"])
-def test_the_audit_finds_a_wrong_byte_of_a_move(part: str) -> None:
+def test_audit_finds_wrong_byte_of_move(part: str) -> None:
     audited = audited_chunks()
     cache = audited.layer.recurrent_cache
     for tensor in (cache.state, *cache.records):
@@ -725,7 +725,7 @@ def test_the_audit_finds_a_wrong_byte_of_a_move(part: str) -> None:
         audited.audit.moved(audited.layer.group, torch.tensor([[2, 0, 0, 6]]))
 
 
-def test_states_are_audited_if_attention_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_without_supported_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     audited = Audited([5, 2], [4, 3])
 
     class Runner:
@@ -751,7 +751,7 @@ def test_states_are_audited_if_attention_is_not_supported(monkeypatch: pytest.Mo
         runner.execute_model(True)
 
 
-def test_states_are_audited_if_the_engine_does_not_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_without_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
     from nwor_ops.vllm import plugin as entry
 
     class Runner:
@@ -780,7 +780,7 @@ def test_states_are_audited_if_the_engine_does_not_speculate(monkeypatch: pytest
     assert summary["rows_reapplied"] == 4  # each window but the first applies the row of the one before
 
 
-def test_the_audit_finds_a_request_that_the_plan_skipped() -> None:
+def test_audit_finds_skipped_request() -> None:
     """On CUDA, an invalid request gets a row of zeros and keeps its cursor; the CPU raises. A padded row is valid."""
     audited = Audited([5, 2, 0], [4, 3, 2])
     audited.run([1, 1, 1])
@@ -789,7 +789,7 @@ def test_the_audit_finds_a_request_that_the_plan_skipped() -> None:
     audited.finds(r"the plan skipped the request in block 2 with 3 tokens: .*3 rows in")
 
 
-def test_the_audit_compares_folds_before_a_prompt_continues() -> None:
+def test_audit_compares_folds_of_prompts() -> None:
     audited = Audited([5, 2], [4, 3])
     audited.run([1, 1])
     plan = torch.zeros(4, 4, dtype=torch.int32)
@@ -807,7 +807,7 @@ def test_the_audit_compares_folds_before_a_prompt_continues() -> None:
         audited.audit.folded(audited.layer.group, plan[:1], "prompt_folds")
 
 
-def test_an_audit_has_room_for_the_windows_of_a_step() -> None:
+def test_audit_holds_the_windows_of_a_step() -> None:
     from nwor_ops.vllm.recurrent.layer import most_window_tokens
 
     def most(requests: int, sizes: list[int] | None) -> int:
@@ -822,7 +822,7 @@ def test_an_audit_has_room_for_the_windows_of_a_step() -> None:
     assert [most(6, sizes) for sizes in (None, [], [8, 16], [8, 24, 32], [8, 64, 32])] == [24, 24, 24, 24, 32]
 
 
-def test_the_audit_finds_a_record_of_a_previous_owner() -> None:
+def test_audit_finds_record_of_previous_owner() -> None:
     audited = Audited([5], [4])
     for accepted in (1, 2):
         audited.window.open(audited.layer, [accepted])
@@ -846,7 +846,7 @@ def exported(layer: Layer, audit: StateAudit) -> tuple[Checkpoint, Tensor, Tenso
     return checkpoint, emitted, rows
 
 
-def test_the_audit_compares_each_checkpoint_and_the_requests_that_start_from_it() -> None:
+def test_audit_compares_checkpoints_and_hits() -> None:
     audited = Audited([5], [4])
     layer, audit = audited.layer, audited.audit
     checkpoint, emitted, rows = exported(layer, audit)
@@ -875,7 +875,7 @@ def test_the_audit_compares_each_checkpoint_and_the_requests_that_start_from_it(
         audit.exported(layer, checkpoint, emitted, rows)
 
 
-def test_the_audit_follows_copied_blocks_and_forgets_those_that_a_connector_may_fill() -> None:
+def test_audit_follows_copied_and_loaded_blocks() -> None:
     audited = Audited([5], [4])
     layer, audit = audited.layer, audited.audit
     exported(layer, audit)
@@ -920,7 +920,7 @@ def scheduled(new: dict[str, Any], cached: list[Any], copies: Any = None) -> Any
     )
 
 
-def test_a_block_that_gets_a_new_owner_has_nothing_pending_before_vllm_touches_it() -> None:
+def test_new_owner_finds_nothing_pending() -> None:
     cursors = Cursors(12, torch.device("cpu"))
     cursors.table[1:] = torch.tensor([4, 1])
     runner = Runner(cursors)
@@ -943,7 +943,7 @@ def test_a_block_that_gets_a_new_owner_has_nothing_pending_before_vllm_touches_i
     assert cursors.table[[1, 5, 10, 11]].tolist() == [[0, 1], [0, 1], [2, 0], [2, 0]]
 
 
-def test_the_audit_follows_new_owners_and_copies() -> None:
+def test_audit_follows_owners_and_copies() -> None:
     audited = Audited([5], [4])
     cursors, state = audited.layer.group.cursors, audited.layer.kv_cache[1]
     runner = Runner(cursors)
@@ -971,9 +971,7 @@ def test_the_audit_follows_new_owners_and_copies() -> None:
 
 
 @pytest.mark.parametrize("still_runs", [True, False])
-def test_requests_that_windows_skip_stop_the_engine_and_are_named(
-    still_runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skipped_requests_stop_the_engine(still_runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA a window skips such a request and counts it. The host knows it once the counter was copied."""
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
@@ -1005,7 +1003,7 @@ def test_requests_that_windows_skip_stop_the_engine_and_are_named(
 
 
 @pytest.mark.parametrize("audited", [False, True])
-def test_a_prompt_end_that_ran_as_a_window_is_folded_by_one_row(audited: bool) -> None:
+def test_prompt_end_is_folded_by_one_row(audited: bool) -> None:
     """Requests 0 and 2 of the batch are ends of prompts, padded with placeholder drafts; request 1 decodes."""
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
@@ -1079,7 +1077,7 @@ def aligned_runner() -> tuple[Layer, AlignedStates, Any, Tensor]:
     return layer, aligned, context, table
 
 
-def test_a_step_far_from_the_end_of_a_block_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_inside_a_block_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     _, aligned, context, _ = aligned_runner()
     monkeypatch.setattr(aligned, "_block_size", 100)
 
@@ -1209,7 +1207,7 @@ def test_a_class_of_another_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("any_vllm")
-def test_without_a_draft_model_its_configuration_is_that_of_the_target() -> None:
+def test_hybrid_target_without_draft_model_is_supported() -> None:
     config = engine(speculative_config__method="ngram", speculative_config__draft_model_config__is_hybrid=True)
     assert supported.problem_of(config) is None
 

@@ -78,7 +78,7 @@ def wrapped(connector: str, **contents: Any) -> Any:
     return module
 
 
-def test_each_connector_that_shares_pages_has_a_hook_that_fits() -> None:
+def test_each_sharing_connector_has_a_hook() -> None:
     assert {hook.module for hook in supported.CONNECTOR_HOOKS.values()} == set(connectors.PATCHES)
     assert {name for name in supported.CONNECTOR_HOOKS if CONNECTORS[name].one_state} == set()
     for hook in supported.CONNECTOR_HOOKS.values():

@@ -107,7 +107,7 @@ def test_a_byte_that_changes_between_steps_is_found(name):
         engine.step([1, 1, 1])
 
 
-def test_another_state_than_that_of_the_last_accepted_token_is_found():
+def test_wrong_state_of_last_token_is_found():
     engine = Engine()
     engine.step([3, 3, 3])
     wrong = [engine.sampled[0], engine.sampled[1] % 4 + 1, engine.sampled[2]]
@@ -131,7 +131,7 @@ def test_a_wrong_state_of_the_kernel_is_found(token):
         engine.step([2, 2, 2], kernel=kernel)
 
 
-def test_a_failed_step_and_moved_states_are_not_compared():
+def test_failed_steps_and_moves_are_not_compared():
     """After a failed step nothing is known. With prefix caching a state may be in another block."""
     for engine, fails in ((Engine(), True), (Engine(blocks_stay=False), False)):
         engine.step([3, 3, 3])
@@ -188,6 +188,6 @@ def test_the_kernels_of_cuda_are_watched(case):
         ("wrong count", "request in block 4: vLLM continues from the state after 1 tokens of the last window, and 3"),
     ],
 )
-def test_an_error_in_the_kernel_of_cuda_is_found(case, sentence):
+def test_error_in_cuda_kernel_is_found(case, sentence):
     said = interpreted("vllm_states_cuda.py", case).splitlines()[-1]
     assert said.startswith(f"nwor audit, step 1: vLLM's states of layer layers.1, {sentence}")
