@@ -122,9 +122,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 rows per record; heads, sizes and dtypes may differ.
 
         Raises:
-            RuntimeError: :meth:`allocate` was called already.
-            ValueError, TypeError: the name is taken, or the cache is on another device or has another number of slots
-                or rows. The layer is then not registered.
+            ValueError, TypeError: the name is taken, or the cache does not match. The layer is then not registered.
         """
         self._require(State.REGISTERING, "register_layer")
         self._check_new_layer(name, cache)
@@ -149,7 +147,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         Call it once, after all layers are registered and before any capture of a CUDA graph.
 
         Raises:
-            RuntimeError: no layer is registered, or :meth:`allocate` was called already.
             ValueError, TypeError: :func:`nwor_ops.gated_delta_fold` does not support the states of a layer, or states
                 and records share memory.
         """
@@ -181,11 +178,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         self._state = State.CLOSED
 
     def memory(self) -> RecurrentMemory:
-        """Return the memory of one request, in bytes, without cursors and buffers (a few bytes per slot).
-
-        Raises:
-            RuntimeError: no layer is registered.
-        """
+        """Return the memory of one request, in bytes, without cursors and buffers (a few bytes per slot)."""
         if not self._layers:
             raise RuntimeError("memory: no layer is registered")
 
@@ -198,11 +191,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         return RecurrentMemory(state, record, self.max_window * state)
 
     def stats(self) -> RecurrentStats:
-        """Return the totals so far. This synchronizes.
-
-        Raises:
-            RuntimeError: the states are not allocated.
-        """
+        """Return the totals so far. This synchronizes."""
         if self._state is State.REGISTERING:
             raise RuntimeError("stats: the states must be allocated; call allocate() first")
         return RecurrentStats(int(self.window_id), self.cursors.skipped.now())
@@ -226,7 +215,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 the other kernel starts a new state.
 
         Raises:
-            RuntimeError: a window is open already.
             ValueError, TypeError: there are more than ``max_num_requests`` requests, or a shape, dtype or device is
                 wrong.
             ValueError, IndexError: on the CPU, a window is too long, a slot does not exist, or two requests have the
@@ -293,7 +281,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             RuntimeError: no window is open; the layer has already run in this window (if Python can tell); or
                 ``torch.compile`` traces a layer whose tensors share a storage with tensors of another dtype
                 (docs/guides/recurrent-states.md).
-            KeyError: no layer has this name.
             ValueError, TypeError: as :func:`nwor_ops.gated_delta_verify`; nothing is written.
         """
         layer = self._layer(name, "verify")
@@ -364,9 +351,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         requests with ``is_window`` False, cancel keeps what another kernel wrote.
 
         After a :meth:`fold` or :meth:`copy` that failed, cancel finishes it. If cancel raises, call it again.
-
-        Raises:
-            RuntimeError: no window is open.
         """
         self._require(State.OPEN, "cancel")
         if self._fold_plan is not None:
@@ -391,10 +375,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
 
         Args:
             slots: int32 or int64 ``[E]``; 0 or less = padding. Slots must be distinct.
-
-        Raises:
-            RuntimeError: a window is open.
-            ValueError, TypeError, IndexError: as :func:`nwor_ops.plan_recurrent_fold`; nothing has changed then.
         """
         self._require(State.CLOSED, "fold")
         self._check_slots("fold: slots", slots)
@@ -408,10 +388,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         Args:
             source_slots: int32 or int64 ``[E]``; 0 or less = no copy.
             target_slots: int32 or int64 ``[E]``; 0 or less = no copy. Targets must be distinct, and not be sources.
-
-        Raises:
-            RuntimeError: a window is open.
-            ValueError, TypeError, IndexError: as :func:`nwor_ops.plan_recurrent_fold`; nothing has changed then.
         """
         self._require(State.CLOSED, "copy")
         self._check_slots("copy: source_slots", source_slots)
@@ -427,12 +403,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         """Set the states of slots to zero, with nothing pending. Use it for new requests; it fills each layer.
 
         Args:
-            slots: int32 or int64 ``[E]``; 0 or less = padding.
-
-        Raises:
-            RuntimeError: a window is open.
-            ValueError, TypeError: a shape, dtype or device is wrong.
-            IndexError: on the CPU, a slot does not exist. Nothing has changed then. CUDA skips such a slot.
+            slots: int32 or int64 ``[E]``; 0 or less = padding. The CPU refuses a slot that does not exist, CUDA skips
+                it.
         """
         self._require(State.CLOSED, "reset")
         self._check_slots("reset: slots", slots)
