@@ -195,7 +195,7 @@ class HybridEngine:
             self.states.commit(step.num_given + num_accepted)  # tokens that are kept; the others never reach a state
         except BaseException:
             for transaction in (self.manager, self.states):  # the engine can run the step again, or drop the request
-                if transaction.protocol is State.OPEN:
+                if transaction.state is State.OPEN:
                     transaction.cancel()
             raise
         return sampled
