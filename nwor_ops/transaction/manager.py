@@ -239,7 +239,7 @@ class DraftCommitManager(Stateful[Layer]):
 
         Call it once if the engine's slot mappings and block tables are persistent buffers, and leave them out of the
         windows. Call it again, between windows, if they have moved. Begin refuses tensors that moved or changed their
-        length before anything is written.
+        length before anything is written. If this raises, nothing is bound.
 
         Args:
             layout: the tensors and conventions of the engine; see :class:`nwor_ops.Layout`.
@@ -249,6 +249,7 @@ class DraftCommitManager(Stateful[Layer]):
                 in mode ``"stage"`` the tensors of two groups share memory.
         """
         self._require(State.CLOSED, "bind")
+        self._handles = None
         slot_mappings = tensors_of_groups("slot_mappings", layout.slot_mappings, self.groups)
         requests = self.max_num_requests
         if self.mode == "stage":

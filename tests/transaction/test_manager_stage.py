@@ -226,6 +226,10 @@ def test_groups_with_shared_tensors_are_refused(field, binds):
             ValueError, match=f"^bind: {field} of groups 'full' and 'mla' must not share memory in mode"
         ):
             engine.manager.bind(layout._replace(**{field: own | {"mla": shared}}))
+    if binds:
+        with pytest.raises(ValueError, match=r"^begin: window must have slot_mappings, or bind\(\) must be called"):
+            engine.manager.begin(batch.window)
+        engine.layout = None  # to bind again
     require_unchanged(engine, untouched, batch, slots, tables)
     assert engine.manager.stats() == untouched.manager.stats()
 
