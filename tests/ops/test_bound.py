@@ -257,15 +257,6 @@ def test_a_listed_tensor_that_moved_is_refused(change):
 
 
 @pytest.mark.parametrize("op", COMMITS)
-def test_more_requests_than_the_bound_call_has(op):
-    given = named(op, call_of(op))
-    requests = given["draft_start_loc"].shape[0] - 1
-    handle = bind(op, begun=begun(requests + 1), **given)
-    with pytest.raises(ValueError, match=f"num_requests must be from 0 to the {requests} of the bound call"):
-        commit_bound(given["num_rejected"], handle)
-
-
-@pytest.mark.parametrize("op", COMMITS)
 def test_a_commit_needs_the_handle_of_its_begin(op):
     given = named(op, call_of(op))
     with pytest.raises(ValueError, match=r"^_commit_bound: bound must be a handle that was bound with begun"):
