@@ -23,6 +23,7 @@ from typing import Any
 
 from nwor_ops.cli.bench_client import OUTPUT_TOKENS, RANDOM, Client, Run, Traffic
 from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, as_dict, draw_loads, print_loads
+from nwor_ops.cli.check import stopping_if_refused
 from nwor_ops.cli.report import Report, Stopped, check_model, make_folder, versions
 from nwor_ops.config import SWITCH, is_ours
 from nwor_ops.testing.server import Server, ServerFailed
@@ -197,12 +198,9 @@ def prepare(options: BenchOptions) -> Any:
         del os.environ[name]
     os.environ.update(options.settings(OURS))
     try:
-        config = check.configure(options.arguments)
-        predictions = () if options.control else check.look(options.arguments).predictions
-    except check.InvalidEngine as error:
-        raise Stopped(f"vLLM refuses these arguments: {error}", Outcome.ENGINE) from None
-    except ValueError as error:
-        raise Stopped(str(error)) from None
+        with stopping_if_refused():
+            config = check.configure(options.arguments)
+            predictions = () if options.control else check.look(options.arguments).predictions
     finally:
         os.environ.clear()
         os.environ.update(environment)
@@ -297,7 +295,7 @@ def active_features(server: Server) -> dict[str, str]:
 def _measure(options: BenchOptions, report: Report) -> tuple[dict[str, Any], list[Load]]:
     started = time.monotonic()
     title = f"checking whether {options.titles[OURS]} runs with these arguments"
-    with report.task(title), contextlib.redirect_stdout(sys.stderr):
+    with report.task(title):
         config = prepare(options)
         client = Client(options.traffic, config.model_config, options.output / "client.log")
     servers, plan = Servers(options, memory_arguments(options, config)), Plan(options, client)

@@ -6,7 +6,7 @@ import contextlib
 import enum
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,23 +25,32 @@ class Outcome(enum.IntEnum):
     ENGINE = 4  # vLLM itself refuses the arguments
 
 
+@contextlib.contextmanager
+def stopping_if_refused() -> Iterator[None]:
+    """Raise Stopped if vLLM refuses the arguments, or if a setting is invalid."""
+    from nwor_ops.vllm.check import InvalidEngine
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except InvalidEngine as error:
+        raise Stopped(f"vLLM refuses these arguments: {error}", Outcome.ENGINE) from None
+    except ValueError as error:
+        raise Stopped(str(error)) from None
+    except SystemExit as end:  # vLLM's parser has printed the reason
+        if not end.code:
+            raise  # --help
+        raise Stopped("an argument is unknown or malformed; vLLM's parser says which one, above") from None
+
+
 def run_check(arguments: Sequence[str], report: Report) -> int:
     """Check the arguments of ``vllm serve``, print the result, and return the exit code. Raises Stopped."""
     check_model("MODEL", arguments[0])
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
-    with report.task("checking the engine's arguments"), contextlib.redirect_stdout(sys.stderr):
-        from nwor_ops.vllm.check import InvalidEngine, look
+    with report.task("checking the engine's arguments"), stopping_if_refused():
+        from nwor_ops.vllm.check import look
 
-        try:
-            preview = look(arguments)
-        except InvalidEngine as error:
-            raise Stopped(f"vLLM refuses these arguments: {error}", Outcome.ENGINE) from None
-        except ValueError as error:
-            raise Stopped(str(error)) from None
-        except SystemExit as end:  # vLLM's parser has printed the reason
-            if not end.code:
-                raise  # --help
-            raise Stopped("an argument is unknown or malformed; vLLM's parser says which one, above") from None
+        preview = look(arguments)
     report.json(as_dict(preview))
     print_preview(preview, report)
     return outcome_of(preview).value

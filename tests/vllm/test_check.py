@@ -36,7 +36,7 @@ CONNECTOR = {
 
 def looked(arguments: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
     os.environ.update(environment)
-    return as_dict(look(arguments))
+    return json.loads(json.dumps(as_dict(look(arguments))))
 
 
 def predictions(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -110,7 +110,6 @@ def test_json_names_what_vllm_refuses() -> None:
     found = json.loads(done.stdout)
     assert (done.returncode, found["exit_code"]) == (4, 4), done.stderr
     assert found["error"].startswith("vLLM refuses these arguments: ")
-    assert "nobody/no-model" in found["error"]
     assert f"nwor-ops check: {found['error']}" in done.stderr
     assert "Traceback" not in done.stderr
 
