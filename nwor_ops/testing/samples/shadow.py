@@ -28,6 +28,10 @@ def window(dice: Dice) -> Calls[None]:
     pages = [[[next(blocks) for _ in range(columns)] for _ in range(count)] for _ in range(groups)]
     shadow_blocks = dice.placed(torch.tensor(shadows, dtype=torch.int32))
     held = dice.placed(torch.full((groups, states, num_shadows), -1)) if holds and not numbered else None
+    if held is not None:  # shadow pages hold some rows already
+        for group, (request, length) in itertools.product(range(groups), enumerate(lengths)):
+            page, row = divmod(dice.number(length), size)
+            held[group, order[request], page % num_shadows] = pages[group][request][page] * size + row
     rows, tokens = count * MOST_DRAFTS + 1, count * (MOST_GIVEN + MOST_DRAFTS) + 2
     given, per_group = planes * groups, [len(planes)] * groups  # groups share their memory, and own other pages
     for _ in range(2):
