@@ -200,7 +200,7 @@ def test_public_names_are_on_api_pages() -> None:
     expected = {f"nwor_ops.{name}" for name in objects}
     expected |= {f"nwor_ops.{module}.{name}" for module in ("drafter", "vllm") for name in public_of(module)}
     assert len(expected) > 30
-    assert documented == expected
+    assert {name.replace(".ops.undo.", ".") for name in documented} == expected  # read from its file, not imported
 
 
 def public_of(module: str) -> list[str]:
