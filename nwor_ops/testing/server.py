@@ -132,7 +132,7 @@ def added_samples(metrics: str) -> dict[str, float]:
 def error_of(log: str) -> str:
     """Return the first error in the log of a server or an engine, or its last lines."""
     lines = [line.rstrip() for line in log.splitlines()]
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+    for line, following in zip(lines, [*lines[1:], ""], strict=False):
         if error := _ERROR.search(line):
             message = following.strip().partition(" [type=")[0] if _SEVERAL.match(error[2]) else error[2]
             return f"{error[1].rpartition('.')[2]}: {message}"

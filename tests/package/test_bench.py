@@ -256,6 +256,7 @@ NOTHING_BETTER = "(APIServer pid=6) RuntimeError: Engine core initialization fai
          "    For further information visit https://errors.pydantic.dev\n",
          "ValidationError: Value error, max_model_len is too large."),
         ("one\ntwo\n", "the end of its log is\n    one\n    two"),
+        ("", "the end of its log is"),
         (NOTHING_BETTER, f"the end of its log is\n    {NOTHING_BETTER}"),
     ],
 )  # fmt: skip
