@@ -112,10 +112,10 @@ def engine_arguments(arguments: Sequence[str], **defaults: Any) -> Any:
     parser = FlexibleArgumentParser(prog="vllm")
     serve = ServeSubcommand()
     serve.subparser_init(parser.add_subparsers(dest="subparser")).set_defaults(**defaults)
-    parsed = parser.parse_args(["serve", *arguments])
-    if getattr(parsed, "model_tag", None) is not None:
-        parsed.model = parsed.model_tag
     try:
+        parsed = parser.parse_args(["serve", *arguments])
+        if getattr(parsed, "model_tag", None) is not None:
+            parsed.model = parsed.model_tag
         serve.validate(parsed)
         return AsyncEngineArgs.from_cli_args(parsed)
     except Exception as error:
