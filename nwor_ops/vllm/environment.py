@@ -20,20 +20,17 @@ from nwor_ops.config import NworConfig, is_ours
 from nwor_ops.vllm.hooks import Patches, when_undone
 
 _patches = Patches("environment")
-_SETTINGS = "_nwor_settings"  # attribute of a configuration
 
 
 def settings_of(vllm_config: Any) -> NworConfig:
-    """Return the settings of an engine. They are parsed once, and kept with its configuration.
+    """Return the settings of an engine.
+
+    Nothing is kept in the configuration, because vLLM copies it field by field for a draft model.
 
     Args:
         vllm_config: vLLM's configuration of the engine.
     """
-    additional, settings = vars(vllm_config).get(_SETTINGS, (None, None))
-    if settings is None or additional is not vllm_config.additional_config:
-        settings = NworConfig.load(vllm_config.additional_config)
-        vars(vllm_config)[_SETTINGS] = vllm_config.additional_config, settings
-    return settings
+    return NworConfig.load(vllm_config.additional_config)
 
 
 def announce_variables() -> None:

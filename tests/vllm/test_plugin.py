@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import doctest
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engines import Engines, prompts
 
 from nwor_ops.config import NworConfig
+from nwor_ops.vllm.environment import settings_of
 
 
 def test_off_patches_only_the_check_of_the_configuration(engines: Engines) -> None:
@@ -122,6 +124,13 @@ def test_another_vllm_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # ---------------------------------------------------------------- configuration
+
+
+def test_settings_add_nothing_to_a_configuration() -> None:
+    """vLLM copies the configuration of an engine field by field for its draft model."""
+    config = SimpleNamespace(additional_config={"nwor": {"mode": "cow"}})
+    assert settings_of(config).mode == "cow"
+    assert list(vars(config)) == ["additional_config"]
 
 
 def test_environment_wins() -> None:
