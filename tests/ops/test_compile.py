@@ -128,6 +128,10 @@ def allocations(function, *arguments) -> list[int]:
     code = "\n".join(lines)
     # Other ways in which Inductor's code could make or fill a buffer.
     assert not re.search(r"\baten\.(clone|copy|copy_|empty\w*|new_empty\w*)\b", code)
+    return allocated_elements(code)
+
+
+def allocated_elements(code: str) -> list[int]:
     return [math.prod(ast.literal_eval(size)) for size in re.findall(r"= empty_strided\w*\((\([^()]*\))", code)]
 
 
@@ -304,14 +308,25 @@ def test_staged_step_copies_nothing():
     assert max(sizes) < LOG_SIZE
 
 
+def are_apart(arguments) -> bool:
+    """Return whether no two tensors are views of one storage. A trace rebuilds such inputs from their common base, and
+    Inductor copies it. A model makes its views in the traced function."""
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.numel()]
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+
+
+def num_elements(arguments) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+
+
 def call_with_writer(op):
     """A call of a window of shadow pages, whose planes another writer changes in the same graph."""
 
     def redirects(slot_mappings, page_offsets, caches, **_):
         return len(slot_mappings) == 1 and page_offsets is None and caches[0].dtype == torch.float32
 
-    calls = (samples.named(op, call.arguments) for call in samples.recorded(op, 60))
-    return next(call for call in calls if redirects(**call))
+    calls = (samples.named(op, call.arguments) for call in samples.recorded(op, 400))
+    return next(call for call in calls if redirects(**call) and are_apart(call))
 
 
 @pytest.mark.parametrize("op", ["open_window", "close_window"])
@@ -326,7 +341,7 @@ def test_shadow_pages(op):
 
     arguments = call_with_writer(op)
     assert_same_as_eager(step, compiled(step), (arguments,))
-    assert max(allocations(step, arguments)) < arguments["caches"][0].numel()
+    assert max(allocations(step, arguments), default=0) < arguments["caches"][0].numel()
 
 
 # ---------------------------------------------------------------- every op
@@ -336,7 +351,7 @@ def test_shadow_pages(op):
 @pytest.mark.parametrize("op", registry.OPS)
 def test_op_alone(device, op):
     """Nothing is allocated or copied around an op, and every mutation is kept."""
-    arguments = samples.calls(op, 2, device)[-1]
+    arguments = max(filter(are_apart, samples.calls(op, 40, device)), key=num_elements)
     eager, ours = layouts.twin(arguments), layouts.twin(arguments)
     with torch.no_grad():
         expected = getattr(ops, op)(*eager)
@@ -344,7 +359,9 @@ def test_op_alone(device, op):
     for one, other in zip(tree_leaves(result), tree_leaves(expected), strict=True):
         assert one is other is None or torch.equal(one, other)
     assert layouts.same_memory(ours, eager)
-    assert not re.search(r"= empty_strided|\baten\.(clone|copy)", "".join(codes))
+    code = "".join(codes)
+    assert not re.search(r"\baten\.(clone|copy)", code)
+    assert not any(allocated_elements(code))
 
 
 # ---------------------------------------------------------------- family recurrent
