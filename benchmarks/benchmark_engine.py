@@ -191,7 +191,7 @@ class TimedEngine:
     def _steady(self, requests: int) -> Iterator[Callable[[], Any]]:
         """Return a function that runs one step, in which all requests decode."""
         engine = self._llm.llm_engine
-        self._add(requests, self._job["engine"]["max_model_len"] - self._job["prompt_tokens"] - 1)
+        self._add(requests, self._job["engine"].get("max_model_len", 4096) - self._job["prompt_tokens"] - 1)
         for _ in range(STEPS_BEFORE):
             engine.step()
         yield engine.step

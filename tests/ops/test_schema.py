@@ -122,19 +122,26 @@ def test_opcheck(device, op):
         torch.library.opcheck(overload(op), arguments, test_utils=utilities)
 
 
+def elements(argument) -> list[torch.Tensor]:
+    """Return the bytes of the elements of each tensor, without those between them."""
+    tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
+    return [torch.cat([tensor.flatten()]).view(torch.uint8) for tensor in tensors]
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_exactly_declared_arguments_are_written(device, op):
     """No check of torch finds an argument that is declared as mutated and never written."""
     written = set()
     declared = overload(op)._schema.arguments
-    for arguments in samples.calls(op, 12, device):
+    for arguments in samples.calls(op, 60, device):
         before = twin(arguments)
         getattr(ops, op)(*arguments)
         for argument, now, then in zip(declared, arguments, before, strict=False):
-            if now is not None and not all(map(torch.equal, memory([now]), memory([then]))):
+            if now is not None and not all(map(torch.equal, elements(now), elements(then))):
                 written.add(argument.name)
     mutated = {argument.name for argument in declared if argument.alias_info is not None}
-    assert written == mutated - {"workspace"}  # it is 0 again after the call
+    # The workspace is 0 again after the call. In samples no request is skipped, and no row is pending at first.
+    assert written == mutated - {"workspace", "num_skipped", "state"}
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -198,9 +198,16 @@ _NOT_COMPARED: dict[str, list[tuple[str, str]]] = {
     "update_draft_inputs": [("hidden_states", "next_hidden_states")],
     "eagle_step": [("positions", "new_positions")],
     "dcp_local_seq_lens": [("seq_lens", "local_seq_lens")],
-    "gated_delta_fold": [(f"record_{part}", "layer_windows") for part in ("keys", "norms", "decays", "updates")],
+    "gated_delta_fold": [
+        (other, "layer_windows") for other in ("plan", "record_keys", "record_norms", "record_decays", "record_updates")
+    ],
 }
-_NOT_COMPARED["write_kv_logged"] = _NOT_COMPARED["commit_staged"] = _NOT_COMPARED["write_kv"]  # without fp8
+# Without fp8 no scale is read.
+_NOT_COMPARED["commit_staged"] = _NOT_COMPARED["write_kv"]
+_NOT_COMPARED["write_kv_logged"] = [
+    *_NOT_COMPARED["write_kv"],
+    *((other, scale) for other in ("key_log", "value_log", "row_windows") for scale in ("k_scale", "v_scale")),
+]
 # What each op of family shadow compares with all of its other arguments; also `saved_slots` with `slot_mappings`.
 _COMPARED_WITH_ALL = {"caches", "page_offsets", "row_rejected", "num_accepted", "counters"}
 
@@ -227,13 +234,22 @@ def shared_memory(op: str, device: str) -> Iterator[Case]:
         a, b = (named(op, arguments)[tensor.name] for tensor in (one, other))
         first = [x[0] if isinstance(x, list) else x for x in (a, b)]
         moved = _at(first[0], first[1])
-        if moved is None:
+        if moved is None or _bytes_of(moved).isdisjoint(_bytes_of(first[0])):
             continue
         new = [moved, *b[1:]] if isinstance(b, list) else moved
         yield Case(
             f"{one.name} and {other.name}", with_arguments(op, arguments, **{other.name: new}), ValueError,
             rf"({names})(\[\d+\])? and ({names})(\[\d+\])? must not share memory",
         )  # fmt: skip
+
+
+def _bytes_of(tensor: Tensor) -> set[int]:
+    """Return the addresses of a small tensor's bytes. A view with gaps does not have all bytes between its ends."""
+    offsets = torch.zeros(tensor.shape, dtype=torch.int64)
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        offsets += (torch.arange(size) * stride).view(-1, *[1] * (tensor.dim() - dim - 1))
+    width = tensor.element_size()
+    return {tensor.data_ptr() + offset * width + byte for offset in offsets.flatten().tolist() for byte in range(width)}
 
 
 def _at(place: Tensor, tensor: Tensor) -> Tensor | None:
@@ -354,7 +370,9 @@ def any_shape(op: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
         if value is None or argument.name == "plane_table":
             continue
         for dim, size in enumerate(value.shape):
-            for length in {int(argument.name == "caches"), 1, size - 1} - {size}:
+            if argument.name == "caches" and dim < 2:
+                continue  # slots that a cache lacks are invalid data, for `any_data`
+            for length in {0, 1, size - 1} - {size}:
                 yield f"{name}: {length} of dimension {dim}", twin(call(value.narrow(dim, 0, max(length, 0))))
         if value.dim():
             bits = value.view(torch.uint8) if value.dtype == torch.bool else value
