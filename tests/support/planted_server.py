@@ -57,8 +57,8 @@ def plant() -> None:
     planted = Planted(
         [
             Fault(DraftCommitManager, "begin", 9, "begin failed", only=only(ERRORS)),
-            Fault(DraftCommitManager, "write", 23, "write failed", only=only(ERRORS)),
-            Fault(DraftCommitManager, "log", 23, "write failed", only=only(ERRORS)),  # with AMX
+            Fault(LayerWriter, "write", 23, "write failed", only=only(ERRORS)),
+            Fault(LayerWriter, "log", 23, "write failed", only=only(ERRORS)),  # with AMX
             Fault(DraftCommitManager, "commit", 6, "commit failed", only=only(ERRORS)),
             Fault(Publisher, "_message", 1, "sending counters failed", only=only(ERRORS)),
             Fault(CPUAttentionBackendImpl, "forward", 1, "", after=True, only=in_window),
