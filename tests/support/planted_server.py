@@ -42,6 +42,7 @@ def plant() -> None:
 
     import nwor_ops.vllm
     from nwor_ops import DraftCommitManager
+    from nwor_ops.transaction.writer import LayerWriter
     from nwor_ops.vllm.metrics.publisher import Publisher
 
     if hasattr(DraftCommitManager.begin, "__wrapped__"):
