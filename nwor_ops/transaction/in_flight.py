@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ class Deferred:
     section: int
     num_requests: int
     cancelling: bool = False
+
+
+class _Handles(NamedTuple):
+    layout: Layout
+    slot_mappings: list[Tensor]
 
 
 class InFlightManager(DraftCommitManager):
@@ -93,18 +98,15 @@ class InFlightManager(DraftCommitManager):
         self._ids = buffers.counters.new_zeros(windows, 1)
         self._counters = buffers.counters.new_zeros(windows, len(ops.COUNTERS))
 
-    def bind(self, layout: Layout) -> None:
-        self._require(State.CLOSED, "bind")
-        self._slot_mappings = tensors_of_groups("slot_mappings", layout.slot_mappings, self.groups)
-        self._layout = layout
+    def _handles_of(self, layout: Layout) -> _Handles:
+        return _Handles(layout, tensors_of_groups("slot_mappings", layout.slot_mappings, self.groups))
 
     # ------------------------------------------------------------ the transaction
 
     def begin(self, window: Window) -> None:
         self._require(State.CLOSED, "begin")
-        if window.slot_mappings is not None:
-            self.bind(layout_of(window))
-        if self._layout is None:
+        handles = self._bound if window.slot_mappings is None else self._handles_of(layout_of(window))
+        if handles is None:
             raise ValueError("begin: window must have slot_mappings, or bind() must be called first")
         section = next((section for section in range(self._windows) if section not in self._deferred), None)
         if section is None:
@@ -113,18 +115,19 @@ class InFlightManager(DraftCommitManager):
                 "forget() for one of them first"
             )
         buffers, rows = self.buffers, self._rows(section)
-        self._section, self._window, self._unfinished, self._state = section, window, "begin", State.OPEN
+        self._section, self._handles, self._window = section, handles, window
+        self._unfinished, self._state = "begin", State.OPEN
         try:
             section_of: dict[str, Any] = {
                 "row_slots": self._row_slots,
                 "row_requests": buffers.row_requests[rows],
                 "row_positions": buffers.row_positions[rows],
                 "draft_start_loc": self._starts[section],
-                "num_bonus_tokens": self._layout.num_bonus_tokens,
-                "leading_zero": self._layout.leading_zero,
+                "num_bonus_tokens": handles.layout.num_bonus_tokens,
+                "leading_zero": handles.layout.leading_zero,
             }
             ops.plan_window(
-                window.query_start_loc, window.cu_num_draft_tokens, self._slot_mappings,
+                window.query_start_loc, window.cu_num_draft_tokens, handles.slot_mappings,
                 **buffers.plan_arguments() | section_of,
             )  # fmt: skip
             buffers.row_slots[:, rows].copy_(self._row_slots)

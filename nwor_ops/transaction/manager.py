@@ -29,7 +29,7 @@ window counts as cancelled.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ from nwor_ops.ops.bound import (
 )
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.layers import Layer, LayerTable
-from nwor_ops.transaction.modes import Capacity, Recovery
+from nwor_ops.transaction.modes import Capacity, Recovery, Redirects
 from nwor_ops.transaction.protocol import State, Stateful, is_capturing
 from nwor_ops.transaction.shadow_pages import ShadowPages
 from nwor_ops.transaction.undo_log import UndoLog
@@ -61,13 +61,14 @@ MODES = tuple(_RECOVERIES)
 
 
 class _Handles(NamedTuple):
-    """The bound calls of begin, ``commit_rejected`` and ``commit``; see :mod:`nwor_ops.ops.bound`."""
+    """A layout, and its bound calls of begin, ``commit_rejected`` and ``commit``; see :mod:`nwor_ops.ops.bound`."""
 
+    layout: Layout
     begin: Tensor
     commit: Tensor
     commit_tokens: Tensor
     num_rows: memoryview  # of the open window, see num_rows_of
-    redirects: bool  # whether begin also redirects slots and tables
+    redirects: Redirects | None  # per launch, in mode "stage"
 
 
 class DraftCommitManager(Stateful[Layer]):
@@ -153,8 +154,8 @@ class DraftCommitManager(Stateful[Layer]):
         )  # fmt: skip
         self.recovery: Recovery = _RECOVERIES[mode](self._layers, capacity)
         self._writers: dict[str, LayerWriter] = {}
-        self._layout: Layout | None = None
-        self._handles: _Handles | None = None  # of the layout
+        self._bound: Any = None  # handles of the bound layout
+        self._handles: Any = None  # of the open window
         self._window: Window | None = None
         self._unfinished = ""  # the method that has begun for the open window and has not returned
         self._cancelled = 0
@@ -249,7 +250,10 @@ class DraftCommitManager(Stateful[Layer]):
                 in mode ``"stage"`` the tensors of two groups share memory.
         """
         self._require(State.CLOSED, "bind")
-        self._handles = None
+        self._bound = None
+        self._bound = self._handles_of(layout)
+
+    def _handles_of(self, layout: Layout) -> Any:
         slot_mappings = tensors_of_groups("slot_mappings", layout.slot_mappings, self.groups)
         requests = self.max_num_requests
         if self.mode == "stage":
@@ -273,8 +277,7 @@ class DraftCommitManager(Stateful[Layer]):
         )  # fmt: skip
         commit = self.recovery.bind_commit(begin, sample, zeros)
         commit_tokens = self.recovery.bind_commit_tokens(outcome, sample)
-        self._layout = layout
-        self._handles = _Handles(begin, commit, commit_tokens, num_rows_of(begin), self.mode == "stage")
+        return _Handles(layout, begin, commit, commit_tokens, num_rows_of(begin), self.recovery.redirects)
 
     # ------------------------------------------------------------ the transaction
 
@@ -285,8 +288,8 @@ class DraftCommitManager(Stateful[Layer]):
         in place. Do not change or move these tensors or the window's until the window is closed.
 
         Args:
-            window: the tensors of this step; see :class:`nwor_ops.Window`. With ``slot_mappings``, they are bound
-                first.
+            window: the tensors of this step; see :class:`nwor_ops.Window`. With ``slot_mappings``, it has its own
+                layout. The bound one serves later windows.
 
         Raises:
             ValueError, TypeError: more drafts, tokens or requests than the manager's limits; a bound tensor has moved;
@@ -299,18 +302,17 @@ class DraftCommitManager(Stateful[Layer]):
         # In a cold cache, a call of a Python function or the read of a field costs the host more than a check. So the
         # checks are written here, and the window is unpacked.
         query_start_loc, counts, slot_mappings, drafts, _, seq_lens, _, states, _ = window
-        if slot_mappings is not None:
-            self.bind(layout_of(window))
-        handles = self._handles
+        handles = self._bound if slot_mappings is None else self._handles_of(layout_of(window))
         if handles is None:
             raise ValueError("begin: window must have slot_mappings, or bind() must be called first")
         if drafts is not None and not 0 <= drafts <= self.max_draft_tokens:
             raise ValueError(
                 f"begin: window must have 0 to {self.max_draft_tokens} drafts (max_draft_tokens), got {drafts}"
             )
-        self._window, self._unfinished, self._state = window, "begin", _OPEN
+        self._handles, self._window, self._unfinished, self._state = handles, window, "begin", _OPEN
         try:
-            if handles.redirects:
+            if handles.redirects is not None:
+                self.recovery.redirects = handles.redirects
                 begin_redirected_bound(query_start_loc, counts, handles.begin, seq_lens, states)
             else:
                 begin_bound(query_start_loc, counts, handles.begin)
@@ -399,7 +401,7 @@ class DraftCommitManager(Stateful[Layer]):
             self._window_to_commit("commit")
         self._unfinished = "commit"
         try:
-            commit_tokens_bound(draft_token_ids, sampled_token_ids, self._handles.commit_tokens)  # type: ignore[union-attr]
+            commit_tokens_bound(draft_token_ids, sampled_token_ids, self._handles.commit_tokens)
         except Exception as error:
             raise own_error(error) from None
         self._window, self._unfinished, self._state = None, "", _CLOSED
@@ -415,7 +417,7 @@ class DraftCommitManager(Stateful[Layer]):
             self._window_to_commit("commit_rejected")
         self._unfinished = "commit_rejected"
         try:
-            commit_bound(num_rejected, self._handles.commit)  # type: ignore[union-attr]
+            commit_bound(num_rejected, self._handles.commit)
         except Exception as error:
             raise own_error(error) from None
         self._window, self._unfinished, self._state = None, "", _CLOSED
@@ -522,8 +524,7 @@ class DraftCommitManager(Stateful[Layer]):
         return self._window
 
     def _num_requests(self, window: Window) -> int:
-        assert self._layout is not None
-        return window.cu_num_draft_tokens.size(0) - self._layout.leading_zero
+        return window.cu_num_draft_tokens.size(0) - self._handles.layout.leading_zero
 
     def _undo_begin(self) -> None:
         """Undo a begin that failed. The window counts as cancelled if it was planned with drafts."""
@@ -537,7 +538,6 @@ class DraftCommitManager(Stateful[Layer]):
 
     def _close(self, method: str, num_rejected: Tensor) -> None:
         """Make the launches of a commit with this outcome, in place of that of a commit that failed."""
-        assert self._handles is not None
         self._unfinished = method
         self._take_back_outcome()
         self._handles.num_rows[0] = -1

@@ -22,8 +22,18 @@ class Capacity(NamedTuple):
     device: torch.device
 
 
+Redirects = list[tuple[list[Tensor], list[Tensor]]]
+"""The slot mappings and block tables of each launch, which begin redirects."""
+
+
 class Recovery(Protocol):
-    """An undo log or shadow pages."""
+    """An undo log or shadow pages.
+
+    Attributes:
+        redirects: those of the open window, which begin sets; None in mode ``"cow"``.
+    """
+
+    redirects: Redirects | None
 
     @property
     def log_bytes(self) -> int:

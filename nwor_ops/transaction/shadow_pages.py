@@ -20,7 +20,7 @@ from nwor_ops.ops.bound import bind
 from nwor_ops.ops.shadow import MOST_GROUPS
 from nwor_ops.overlap import Area, first_overlap
 from nwor_ops.transaction.layers import LayerTable
-from nwor_ops.transaction.modes import Capacity
+from nwor_ops.transaction.modes import Capacity, Redirects
 from nwor_ops.transaction.window import Layout, Window, WindowBuffers, numbers_on
 from nwor_ops.validation import BoundToMemory
 
@@ -69,6 +69,7 @@ class ShadowPages(BoundToMemory):
     """See :class:`nwor_ops.transaction.modes.Recovery`. All planes of a group have the same pages."""
 
     log_bytes = 0
+    redirects: Redirects
 
     def __init__(self, layers: LayerTable, capacity: Capacity) -> None:
         if capacity.max_drafts_per_request is None:
@@ -126,7 +127,7 @@ class ShadowPages(BoundToMemory):
         block_tables = [tables[group] for group in self.groups]
         self._check_apart("slot_mappings", slot_mappings)
         self._check_apart("block_tables", block_tables)
-        self._redirects = [
+        self.redirects = [
             (slot_mappings[launch.groups], block_tables[launch.groups]) if launch.redirects else ([], [])
             for launch in self.launches
         ]
@@ -176,7 +177,7 @@ class ShadowPages(BoundToMemory):
         """Return the common arguments of all ops of a window."""
         launch, groups = self.launches[number], self.launches[number].groups
         caches, table = launch.planes.arguments()
-        slot_mappings, block_tables = self._redirects[number]
+        slot_mappings, block_tables = self.redirects[number]
         return {
             "caches": caches,
             "planes_per_group": launch.planes_per_group,
@@ -203,7 +204,7 @@ class ShadowPages(BoundToMemory):
         self.held_slots.fill_(-1)
         for number, launch in enumerate(self.launches):
             first, block_size = launch.groups.start, launch.planes.views[0].shape[1]
-            slot_mappings, _ = self._redirects[number]
+            slot_mappings, _ = self.redirects[number]
             if any(self._is_redirected(first + index, slots, block_size) for index, slots in enumerate(slot_mappings)):
                 empty = [view[..., :0] for view in launch.planes.views]
                 only_tables = {"caches": empty, "plane_table": None, "held_slots": None, "page_offsets": None}

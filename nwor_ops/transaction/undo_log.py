@@ -57,6 +57,8 @@ class LayerLog(NamedTuple):
 class UndoLog(BoundToMemory):
     """See :class:`nwor_ops.transaction.modes.Recovery`."""
 
+    redirects = None
+
     def __init__(self, layers: LayerTable, capacity: Capacity) -> None:
         self._layers, self._capacity = layers, capacity
         self.classes: list[ClassLog] = []

@@ -64,8 +64,8 @@ class Window(NamedTuple):
             :meth:`~nwor_ops.DraftCommitManager.forget_shadow_pages` as described there.
         num_bonus_tokens, block_tables, leading_zero: as in :class:`Layout`, for windows with ``slot_mappings``.
 
-    Begin binds the tensors of a window that has ``slot_mappings``. If the engine's slot mappings and tables are
-    persistent buffers, bind them once instead: begin then takes the host less time.
+    A window with ``slot_mappings`` has a layout of its own. If the engine's slot mappings and tables are persistent
+    buffers, bind them once instead: begin then takes the host less time.
 
     Example:
         >>> import torch

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
-from decoding import ALL, REQUESTS, STEPS, Engine, batch_copies, require_unchanged
+import torch
+from decoding import ALL, DRAFTS, REQUESTS, STEPS, Engine, batch_copies, require_unchanged
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import Request, one_thread  # noqa: F401
 
-from nwor_ops import Layout
+from nwor_ops import Layout, Window
 from nwor_ops.transaction.protocol import State
 
 MODES = ("cow", "stage")
@@ -121,8 +124,11 @@ WRONG_WINDOWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG_WINDOWS)
-@pytest.mark.parametrize("binds", [False, True])
+@pytest.mark.parametrize(
+    ("case", "binds"),
+    # A window with its own layout may have no states.
+    [(case, binds) for case in WRONG_WINDOWS for binds in (False, True) if binds or case != "no states"],
+)
 def test_refused_window_changes_nothing(case, binds):
     """If a row of `open_window` is invalid, the window has been planned, and counts as cancelled."""
     wrong, error, sentence = WRONG_WINDOWS[case]
@@ -132,14 +138,34 @@ def test_refused_window_changes_nothing(case, binds):
             one.step(requests)
     batch = engine.batch(STEPS[2])
     slots, tables = batch_copies(engine, batch)
-    if case == "no states" and not binds:
-        pytest.skip("such a window binds a layout without states")
     fields = {name: change(getattr(batch.window, name)) for name, change in wrong.items()}
     with pytest.raises(error, match=f"^{sentence}"):
         engine.manager.begin(batch.window._replace(**fields))
     assert engine.manager.stats().cancelled == (case in ("a state", "a position"))
     assert engine.manager.state is State.CLOSED
     require_unchanged(engine, untouched, batch, slots, tables)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_window_with_own_layout_keeps_bound_one(mode, refused):
+    engine, untouched = pair(TWO_KINDS, mode)
+    for one in (engine, untouched):
+        one.step(STEPS[0])
+    drafts = DRAFTS if not refused else 9 * DRAFTS
+    query_start_loc = torch.tensor([0, 1 + drafts], dtype=torch.int32)
+    slots = {group: torch.full((1 + drafts,), -1) for group in engine.block_sizes}
+    tables = {group: torch.zeros_like(table) for group, table in engine.tables.items()}
+    window = Window(
+        query_start_loc, query_start_loc[1:] - 1, slots, seq_lens=query_start_loc[1:] * 0, block_tables=tables
+    )
+    for one in (engine, untouched):
+        with pytest.raises(ValueError, match=r"^plan_window: ") if refused else nullcontext():
+            one.manager.begin(window)
+        one.manager.cancel()
+        for requests in STEPS[1:]:
+            one.step(requests)
+    engine.assert_pages(untouched)
 
 
 @pytest.mark.parametrize("move", [lambda t: t.resize_(200), lambda t: t.set_(t.clone())])
