@@ -15,6 +15,7 @@ namespace {
 constexpr int kPlanThreads = 1024;
 constexpr int kPlanTokens = 8;  // of each thread at a time
 constexpr int kPlanTile = kPlanThreads * kPlanTokens;
+constexpr int kSharedWords = 8192;  // of the rows in use: 32 KiB
 
 // The memory of a call. Entry k, counted from the end of the list, is a token; row j goes to the j-th token
 // in the order of the list, entry `count - 1 - j`.
@@ -22,7 +23,7 @@ struct VocabularyPlan {
     int32_t* count;
     int32_t* tokens;    // [most entries]
     int32_t* rows;      // [most entries]
-    uint32_t* touched;  // one bit per row: in use by a token of this list
+    uint32_t* touched;  // one bit per row: in use by a token of this list; in shared memory if it fits
 
     __device__ int32_t token_of(int64_t j, int64_t entries) const { return tokens[entries - 1 - j]; }
 };
@@ -75,12 +76,13 @@ __device__ uint32_t rows_from(int64_t row, int64_t word) {
 // The rows of one word: those that the hand takes in its first round, and those that only a second round
 // takes.
 struct WordOfRows {
-    uint32_t unused, second;
+    uint32_t unused = 0, second = 0;
 
+    __device__ WordOfRows() {}
     __device__ WordOfRows(const VocabularyArguments& a, const VocabularyPlan& plan, int64_t word) {
         const uint32_t valid = ~rows_from(a.num_rows, word), used = __ldcg(a.used + word);
         unused = ~used & valid;
-        second = used & ~__ldcg(plan.touched + word) & valid;
+        second = used & ~plan.touched[word] & valid;
     }
     __device__ uint64_t count(uint32_t mask = 0xFFFFFFFFu) const {
         return both(__popc(unused & mask), __popc(second & mask));
@@ -125,7 +127,8 @@ __device__ void touch_and_claim(const VocabularyArguments& a, const VocabularyPl
                 continue;
             }
             const uint32_t bit = 1u << (rows[k] % 32);
-            touched += (atomicOr(plan.touched + rows[k] / 32, bit) & bit) == 0;
+            if ((atomicOr(plan.touched + rows[k] / 32, bit) & bit) != 0) continue;
+            ++touched;
             atomicOr(a.used + rows[k] / 32, bit);
         }
     }
@@ -193,20 +196,23 @@ __device__ void move_hand(const VocabularyArguments& a, const VocabularyPlan& pl
     const int64_t hand = a.first_hand(), num_words = a.num_words();
     const int64_t per_thread = (num_words + kPlanThreads - 1) / kPlanThreads;
     const int64_t first = threadIdx.x * per_thread, end = least(first + per_thread, num_words);
+    // A set of 32,768 rows has one word per thread, which is read once.
+    const WordOfRows first_word = first < end ? WordOfRows(a, plan, first) : WordOfRows();
+    const auto rows_of = [&](int64_t word) { return word == first ? first_word : WordOfRows(a, plan, word); };
     uint64_t count = 0;
-    for (int64_t word = first; word < end; ++word) count += WordOfRows(a, plan, word).count();
+    for (int64_t word = first; word < end; ++word) count += rows_of(word).count();
     const uint64_t before = sum_before(count, state.sum);
     const int64_t hand_word = hand / 32;
     if (first <= hand_word && hand_word < end) {
         uint64_t at_hand = before;
-        for (int64_t word = first; word < hand_word; ++word) at_hand += WordOfRows(a, plan, word).count();
-        state.at_hand = at_hand + WordOfRows(a, plan, hand_word).count(~rows_from(hand, hand_word));
+        for (int64_t word = first; word < hand_word; ++word) at_hand += rows_of(word).count();
+        state.at_hand = at_hand + rows_of(hand_word).count(~rows_from(hand, hand_word));
     }
     __syncthreads();
     const int64_t num_unused = static_cast<uint32_t>(state.sum.total), num_second = state.sum.total >> 32;
     uint64_t rank = before;
     for (int64_t word = first; word < end; ++word) {
-        const WordOfRows rows(a, plan, word);
+        const WordOfRows rows = rows_of(word);
         const int64_t from_hand = int64_t{static_cast<uint32_t>(rank)} - static_cast<uint32_t>(state.at_hand);
         take_rows(plan, state, rows.unused, word, hand, from_hand, num_unused, entries);
         if (entries > num_unused) {
@@ -223,7 +229,7 @@ __device__ void move_hand(const VocabularyArguments& a, const VocabularyPlan& pl
         if (entries <= num_unused)
             passed = next > hand ? rows_from(hand, word) & ~rows_from(next, word)
                                  : rows_from(hand, word) | ~rows_from(next, word);
-        if (const uint32_t cleared = WordOfRows(a, plan, word).second & passed) a.used[word] &= ~cleared;
+        if (const uint32_t cleared = rows_of(word).second & passed) a.used[word] &= ~cleared;
     }
     if (threadIdx.x == 0) *a.hand = next < a.num_rows ? static_cast<int32_t>(next) : 0;
     __syncthreads();
@@ -231,9 +237,11 @@ __device__ void move_hand(const VocabularyArguments& a, const VocabularyPlan& pl
 
 // Grid: one block of 1024 threads.
 __global__ void __launch_bounds__(kPlanThreads)
-    plan_vocabulary_kernel(const __grid_constant__ VocabularyArguments a, const VocabularyPlan plan) {
+    plan_vocabulary_kernel(const __grid_constant__ VocabularyArguments a, VocabularyPlan plan) {
     wait_for_earlier_kernels();
     __shared__ PlanState state;
+    __shared__ uint32_t touched[kSharedWords];
+    if (a.num_words() <= kSharedWords) plan.touched = touched;
     for (int64_t word = threadIdx.x; word < a.num_words(); word += kPlanThreads) plan.touched[word] = 0;
     if (threadIdx.x == 0) state.sampled = state.missed = state.touched = 0;
     __syncthreads();
