@@ -403,7 +403,7 @@ class Run:
     def _problem(self, name: str) -> str | None:
         """Return why an engine is not what its side says."""
         versions, side = self.engines[name].versions, side_of(name)
-        parts = {key: versions[key] for key in ("sessions", "draft_graphs", "one_states", "draft_vocabularies")}
+        parts = {key: versions[key] for key in ("sessions", "draft_graphs", "recurrent_engines", "draft_vocabularies")}
         if any(parts.values()) != bool(side.settings):
             return f"nwor_ops has {parts} in that engine, with the settings {dict(side.settings)}"
         if self.model is not SMALL and versions["runner"] != RUNNERS[side.runner]:

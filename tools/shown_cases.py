@@ -105,7 +105,7 @@ class ConnectorTests:
     state per request. Empty: not tested; only vLLM's source was read."""
 
     transaction: str = ""
-    one_state: tuple[str, ...] = ()
+    recurrent: tuple[str, ...] = ()
 
 
 def _offloaded(name: str) -> tuple[str, ...]:
@@ -122,6 +122,6 @@ CONNECTOR_TESTS = {
         _LOADS, (*_offloaded("simple-cpu"), "one-state-connector-default")),
     "LMCacheMPConnector": ConnectorTests("no test; by hand on a CPU, vLLM 0.32"),
     "LMCacheConnectorV1": ConnectorTests("`test_connectors_gpu.py`, tokens not compared"),
-    "NixlConnector": ConnectorTests(one_state=("one-state-pd-nixl", "one-state-pd-nixl-align")),
+    "NixlConnector": ConnectorTests(recurrent=("one-state-pd-nixl", "one-state-pd-nixl-align")),
 }
 # fmt: on

@@ -24,7 +24,7 @@ from nwor_ops.vllm.support.features import (
     DRAFT_GRAPHS,
     DRAFT_METHODS,
     DRAFT_VOCABULARY,
-    ONE_STATE,
+    RECURRENT,
     SUPPORTED_VERSIONS,
     TRANSACTION,
 )
@@ -53,7 +53,7 @@ def _classes(impls: Iterable[str]) -> str:
 def supported() -> str:
     """Return the table by engine, for draft graphs, one recurrent state per request and the draft vocabulary."""
     versions = ", ".join(SUPPORTED_VERSIONS[TRANSACTION])
-    others = (", ".join(SUPPORTED_VERSIONS[use]) for use in (DRAFT_GRAPHS, ONE_STATE, DRAFT_VOCABULARY))
+    others = (", ".join(SUPPORTED_VERSIONS[use]) for use in (DRAFT_GRAPHS, RECURRENT, DRAFT_VOCABULARY))
     cuda = f"{_classes(PACKED_IMPLS)}; MLA: {_classes(LATENT_IMPLS)}"
     rows = (
         (
@@ -182,7 +182,7 @@ def refused() -> str:
         reasons = (
             (modes, refusal.transaction),
             ("draft graphs", refusal.draft_graphs),
-            ("one recurrent state", refusal.one_state),
+            ("one recurrent state", refusal.recurrent),
             ("draft vocabulary", refusal.draft_vocabulary),
         )
         said = "<br>".join(f"{feature}: {reason}" for feature, reason in reasons if reason)
@@ -205,7 +205,7 @@ def connectors() -> str:
     Connectors with the same cells share a row."""
     passed = passed_cases()
     transaction: dict[tuple[str, ...], list[str]] = {}
-    one_state: dict[tuple[str, ...], list[str]] = {}
+    recurrent: dict[tuple[str, ...], list[str]] = {}
     refused: dict[tuple[str, ...], list[str]] = {}
     not_tested = "not tested; read in vLLM's source"
     for name, connector in CONNECTORS.items():
@@ -218,18 +218,18 @@ def connectors() -> str:
         tests = CONNECTOR_TESTS.get(name, ConnectorTests())
         transaction.setdefault((cow, "yes", connector.reads, tests.transaction or not_tested), []).append(name)
         cases: dict[bool, list[str]] = {True: [], False: []}
-        for case in tests.one_state:
+        for case in tests.recurrent:
             cases[case in passed].append(case)
         shown = [
             f"{word}: {_code(found)}"
             for word, found in (("tested", cases[True]), ("not tested", cases[False]))
             if found
         ]
-        said = f"refused: {connector.one_state}" if connector.one_state else "; ".join(shown) or not_tested
-        one_state.setdefault((said,), []).append(name)
+        said = f"refused: {connector.recurrent}" if connector.recurrent else "; ".join(shown) or not_tested
+        recurrent.setdefault((said,), []).append(name)
     tables = (
         (("connector", "`cow`", "`stage`", "reads", "tested by"), transaction),
-        (("connector", "one recurrent state"), one_state),
+        (("connector", "one recurrent state"), recurrent),
         (("refused connector", "reason"), refused),
     )
     return "\n\n".join(

@@ -86,7 +86,7 @@ class BenchOptions:
     @property
     def feature_name(self) -> str:
         """The feature's name in ``nwor-ops check``."""
-        return {TRANSACTION: self.mode, DRAFT: "draft graphs", RECURRENT: "one state"}[self.feature]
+        return {TRANSACTION: self.mode, DRAFT: "draft graphs", RECURRENT: "recurrent"}[self.feature]
 
     @property
     def titles(self) -> dict[str, str]:

@@ -245,7 +245,7 @@ def audits_in(worker: Any) -> dict[str, Any]:
     from nwor_ops.vllm.audit.engine import summaries
 
     sessions = nwor_ops.vllm.sessions()
-    return {"modes": [session.mode for session in sessions]} | summaries(sessions, nwor_ops.vllm.one_states())
+    return {"modes": [session.mode for session in sessions]} | summaries(sessions, nwor_ops.vllm.recurrent_engines())
 
 
 if __name__ == "__main__":

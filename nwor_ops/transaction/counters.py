@@ -118,9 +118,9 @@ class EngineStats:
         draft_eager_reasons: the same, by reason.
         host_seconds: time that the host spent to begin and commit the windows. With an audit, its time is included.
         draft_host_seconds: time that the host spent in ``draft_graph_replays``.
-        one_state_host_seconds: time that the host spent to plan windows and to fold states before prompts.
-        one_state_steps: steps with windows and one recurrent state per request.
-        one_state_skipped_requests: requests that such a step skipped, because their accepted count was invalid. Their
+        recurrent_host_seconds: time that the host spent to plan windows and to fold states before prompts.
+        recurrent_steps: steps with windows and one recurrent state per request.
+        recurrent_skipped_requests: requests that such a step skipped, because their accepted count was invalid. Their
             outputs are zeros. Each request counts once per step and KV-cache group. Any value above 0 is a fault.
         draft_vocabulary_tokens: tokens that the target sampled, with a draft vocabulary.
         draft_vocabulary_missed: those of them that were not in the set, so that they could not be drafted.
@@ -140,13 +140,13 @@ class EngineStats:
     abandoned: int = 0
     draft_graph_replays: int = 0
     draft_eager_passes: int = 0
-    one_state_steps: int = 0
-    one_state_skipped_requests: int = 0
+    recurrent_steps: int = 0
+    recurrent_skipped_requests: int = 0
     draft_vocabulary_tokens: int = 0
     draft_vocabulary_missed: int = 0
     host_seconds: float = 0.0
     draft_host_seconds: float = 0.0
-    one_state_host_seconds: float = 0.0
+    recurrent_host_seconds: float = 0.0
     vanilla_steps: dict[str, int] = field(default_factory=dict)
     draft_eager_reasons: dict[str, int] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)

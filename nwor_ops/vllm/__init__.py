@@ -23,15 +23,15 @@ from nwor_ops.vllm.draft_graphs.plugin import draft_graph_reports
 from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
 from nwor_ops.vllm.draft_vocabulary.plugin import draft_vocabularies
 from nwor_ops.vllm.plugin import check_hooks, register, sessions, unload
-from nwor_ops.vllm.recurrent.plugin import OneState, one_states
+from nwor_ops.vllm.recurrent.plugin import RecurrentEngine, recurrent_engines
 
 __all__ = [
     "DraftGraphReport",
-    "OneState",
+    "RecurrentEngine",
     "check_hooks",
     "draft_graph_reports",
     "draft_vocabularies",
-    "one_states",
+    "recurrent_engines",
     "register",
     "sessions",
     "unload",

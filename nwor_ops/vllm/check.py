@@ -16,11 +16,11 @@ from nwor_ops.config import NworConfig
 from nwor_ops.vllm.draft_graphs.supported import check_graph_mode
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.hooks import check_library
-from nwor_ops.vllm.support.features import DRAFT_GRAPHS, NO_SPECULATION, ONE_STATE
+from nwor_ops.vllm.support.features import DRAFT_GRAPHS, NO_SPECULATION, RECURRENT
 from nwor_ops.vllm.support.refusals import Check, Unsupported
 
 COW, STAGE = "cow", "stage"
-FEATURES = (COW, STAGE, DRAFT_GRAPHS, ONE_STATE)
+FEATURES = (COW, STAGE, DRAFT_GRAPHS, RECURRENT)
 _LAYERS = ("the attention back end of each layer, whose writer is tried on a scratch page", "the drafter's layers")
 # Only a start can find these out, by feature.
 _AT_START = {
@@ -36,7 +36,7 @@ _AT_START = {
         "the CUDA graph mode that the target's attention allows",
         "a capture size that holds a decode batch",
     ),
-    ONE_STATE: ("every recurrent layer must have the known class",),
+    RECURRENT: ("every recurrent layer must have the known class",),
 }
 
 
@@ -170,10 +170,10 @@ def look(arguments: Sequence[str]) -> Preview:
         "on_unsupported": settings.on_unsupported,
     }
     switched_on = {COW: settings.mode == COW, STAGE: settings.mode == STAGE,
-                   DRAFT_GRAPHS: settings.draft_graphs, ONE_STATE: bool(settings.recurrent)}  # fmt: skip
+                   DRAFT_GRAPHS: settings.draft_graphs, RECURRENT: bool(settings.recurrent)}  # fmt: skip
     predictions = []
     for feature in FEATURES:
-        if speculation is None and feature != ONE_STATE:
+        if speculation is None and feature != RECURRENT:
             reasons: tuple[Reason, ...] = (Reason(NO_SPECULATION, "--speculative-config"),)
         else:
             reasons = _reasons(_checks_of(feature, vllm_config))
@@ -193,7 +193,7 @@ def _reasons(checks: Iterable[Check]) -> tuple[Reason, ...]:
 
 def _checks_of(feature: str, vllm_config: Any) -> Iterable[Check]:
     device_type = vllm_config.device_config.device_type
-    if feature == ONE_STATE:
+    if feature == RECURRENT:
         from nwor_ops.vllm.recurrent import models, supported
 
         yield from supported.checks_of(vllm_config)

@@ -41,14 +41,14 @@ from nwor_ops.vllm.environment import announce_variables, settings_of
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import Patches, undo_all, version_problem, when_undone
 from nwor_ops.vllm.recurrent import connectors as recurrent_connectors
-from nwor_ops.vllm.recurrent import plugin as one_state
-from nwor_ops.vllm.recurrent.supported import HOOKS as ONE_STATE_HOOKS
+from nwor_ops.vllm.recurrent import plugin as recurrent
+from nwor_ops.vllm.recurrent.supported import HOOKS as RECURRENT_HOOKS
 from nwor_ops.vllm.recurrent.supported import RUNNER_MODULE as V2_RUNNER_MODULE
 from nwor_ops.vllm.support.features import (
     DEVICES,
     DRAFT_GRAPHS,
     DRAFT_VOCABULARY,
-    ONE_STATE,
+    RECURRENT,
     SUPPORTED_VERSIONS,
     TRANSACTION,
 )
@@ -115,7 +115,7 @@ def unload() -> None:
         >>> nwor_ops.vllm.sessions()
         []
     """
-    if one_state.one_states():
+    if recurrent.recurrent_engines():
         raise RuntimeError("nwor: cannot unload: an engine of this process has one recurrent state per request")
     _unloaded.update(_sessions)
     _sessions.clear()
@@ -201,7 +201,7 @@ def _patch_warmup_module(module: ModuleType) -> None:
 def _patch_worker_module(module: ModuleType) -> None:
     def telling(sleep: Callable[..., Any]) -> Callable[..., Any]:
         def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
-            for owner in (_sessions.get(self.model_runner), one_state.one_state_of(self.model_runner)):
+            for owner in (_sessions.get(self.model_runner), recurrent.recurrent_engine_of(self.model_runner)):
                 if owner is not None:
                     with Errors(_logger(), "without publishing counters").survived("copying counters failed"):
                         owner.go_to_sleep()
@@ -229,7 +229,7 @@ def _patch_runner_module(module: ModuleType) -> None:
             profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
             if not profiling:
                 _start_metrics(self)
-            one_state.attach(self, _logger(), profiling)
+            recurrent.attach(self, _logger(), profiling)
             if not profiling:
                 _attach(self, module.__name__)
             return result
@@ -245,14 +245,14 @@ def _patch_runner_module(module: ModuleType) -> None:
 
     def preparing(load: Callable[..., Any]) -> Callable[..., Any]:
         def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-            one_state.prepare(self.vllm_config, _logger())
+            recurrent.prepare(self.vllm_config, _logger())
             draft_vocabulary.prepare(self.vllm_config, _logger())
             return load(self, *args, **kwargs)
 
         return load_model
 
     if module.__name__ == V2_RUNNER_MODULE:
-        _patches.put_once(runner_class, "execute_model", one_state.following_forwards)
+        _patches.put_once(runner_class, "execute_model", recurrent.following_forwards)
     _patches.put_once(runner_class, "load_model", preparing)
     _patches.put_once(runner_class, "initialize_kv_cache", attaching)
     metrics.patch_runner_class(runner_class)
@@ -352,7 +352,7 @@ def _feature_report(config: NworConfig, alive: Callable[[], Any]) -> dict[str, A
     if vocabulary is not None:
         active[feature_report.DRAFT_VOCABULARY] = feature_report.ON
         memory[feature_report.VOCABULARY] = vocabulary.num_bytes
-    state = one_state.one_state_of(runner)
+    state = recurrent.recurrent_engine_of(runner)
     if state is not None:
         active[feature_report.RECURRENT] = state.form
         memory[feature_report.RECORDS] = state.record_bytes
@@ -381,7 +381,7 @@ def check_hooks() -> list[dict[str, Any]]:
         TRANSACTION: (*of_runners, *KIMI_HOOKS, *shadow_blocks.HOOKS, *connectors.HOOKS),
         DRAFT_GRAPHS: draft_graphs.HOOKS,
         DRAFT_VOCABULARY: draft_vocabulary.HOOKS,
-        ONE_STATE: ONE_STATE_HOOKS,
+        RECURRENT: RECURRENT_HOOKS,
     }
     rows = []
     for feature, hooks in by_feature.items():

@@ -27,7 +27,7 @@ LABELS = 'job="vllm", instance="a:8000", engine="0", model_name="m"'
 FIRES = {
     "NworFeatureMissing": {f'nwor_info{{{LABELS}, draft_graphs="missing"}}': "1x20"},
     "NworAbsent": {'vllm:generation_tokens_total{job="vllm", instance="a:8000"}': "9x20"},
-    "NworSkippedRequests": {f"nwor_one_state_skipped_requests_total{{{LABELS}}}": "0x5 1x15"},
+    "NworSkippedRequests": {f"nwor_recurrent_skipped_requests_total{{{LABELS}}}": "0x5 1x15"},
     "NworVanillaSteps": {
         f'nwor_vanilla_steps_total{{{LABELS}, reason="a"}}': "0+1x20",
         f'nwor_vanilla_steps_total{{{LABELS}, reason="b"}}': "0+1x20",
@@ -45,7 +45,7 @@ QUIET = {
     f'nwor_info{{{LABELS}, transaction="cow", draft_graphs="on", recurrent="chunk"}}': "1x40",
     'vllm:generation_tokens_total{job="vllm", instance="a:8000"}': "9x40",
     'vllm:generation_tokens_total{job="vllm", instance="b:8000"}': "0x40",  # no request yet
-    f"nwor_one_state_skipped_requests_total{{{LABELS}}}": "0x40",
+    f"nwor_recurrent_skipped_requests_total{{{LABELS}}}": "0x40",
     f'nwor_vanilla_steps_total{{{LABELS}, reason="a"}}': "0+1x40",
     f"nwor_windows_total{{{LABELS}}}": "0+200x40",
     f'nwor_errors_total{{{LABELS}, reason="a"}}': "3x40",

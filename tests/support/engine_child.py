@@ -378,9 +378,9 @@ def _sampling(job: dict[str, Any], requests: list[Any], index: int, extra: dict[
     )
 
 
-def _one_states() -> list[Any]:
+def _recurrent_engines() -> list[Any]:
     plugin = sys.modules.get("nwor_ops.vllm")
-    return plugin.one_states() if plugin else []
+    return plugin.recurrent_engines() if plugin else []
 
 
 def _cache_audit(session: Any) -> Any:
@@ -408,9 +408,9 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         "recorded_layers": [name for audit in audits for name in audit.recorded_layers],
         "draft_graphs": [report.as_dict() for report in _draft_graphs()],
         "draft_vocabulary": _describe_vocabulary(runner),
-        "one_state": [
+        "recurrent": [
             {"describe": state.describe(), "audit": state.listener.summary() if state.listener else None}
-            for state in _one_states()
+            for state in _recurrent_engines()
         ],
         "planted": engine_faults.describe(),
         "vllm_states": [audit.summary() for audit in engine_faults.state_audits(_sessions())],

@@ -120,15 +120,15 @@ def _of_pipeline(_: Any) -> list[Fault]:
 
 
 def _of_plan(_: Any) -> list[Fault]:
-    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+    from nwor_ops.vllm.recurrent.metadata import RecurrentMetadataBuilder
 
-    return [Fault(OneStateMetadataBuilder, "_planned", 12, "")]
+    return [Fault(RecurrentMetadataBuilder, "_planned", 12, "")]
 
 
 def _of_verify(_: Any) -> list[Fault]:
-    from nwor_ops.vllm.recurrent.layer import OneStateLayer
+    from nwor_ops.vllm.recurrent.layer import RecurrentLayer
 
-    return [Fault(OneStateLayer, "run_window", 30, "")]
+    return [Fault(RecurrentLayer, "run_window", 30, "")]
 
 
 def _of_fold(_: Any) -> list[Fault]:
@@ -144,16 +144,16 @@ def _of_copies(_: Any) -> list[Fault]:
 
 
 def _invalid_count(_: Any) -> list[Fault]:
-    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+    from nwor_ops.vllm.recurrent.metadata import RecurrentMetadataBuilder
 
-    planned, steps = OneStateMetadataBuilder._planned, itertools.count()
+    planned, steps = RecurrentMetadataBuilder._planned, itertools.count()
 
     def _planned(self: Any, metadata: Any, slots: Any) -> Any:
         if metadata.num_spec_decodes and next(steps) == 12:
             self.group.cursors.table[slots[0].long(), 0] = 99  # of more rows than a record has
         return planned(self, metadata, slots)
 
-    setattr(OneStateMetadataBuilder, "_planned", _planned)  # noqa: B010
+    setattr(RecurrentMetadataBuilder, "_planned", _planned)  # noqa: B010
     return []
 
 

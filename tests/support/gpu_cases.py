@@ -752,10 +752,10 @@ WARNED = Refusal("warned-connector", "not active", REFUSALS[0].engine, nwor={"on
 
 # ---------------------------------------------------------------- one recurrent state per request
 
-ONE_STATE = {"mode": "off", "audit": True, "recurrent": True}
-ONE_STATE_COW = {**COW, "recurrent": True}
-ONE_STATE_STAGE = {**STAGE, "recurrent": True}
-ONE_STATE_CHUNK = {**ONE_STATE, "recurrent": "chunk"}
+RECURRENT = {"mode": "off", "audit": True, "recurrent": True}
+RECURRENT_COW = {**COW, "recurrent": True}
+RECURRENT_STAGE = {**STAGE, "recurrent": True}
+RECURRENT_CHUNK = {**RECURRENT, "recurrent": "chunk"}
 # vLLM verifies windows of Qwen3-Next with its Triton kernel. For Qwen3.5 it uses its CUDA kernel, which includes the
 # norm, or Triton's if it is told so. Our kernel has the bits of the Triton kernel. The CUDA kernel adds in another
 # order, so the other of two close logits sometimes wins.
@@ -771,7 +771,7 @@ _DELTA_NETS = {"next": ("@qwen3_next_mtp", V2, 0), "qwen3_5": ("@gdn_mtp", V2, 6
                "bailing": ("@bailing", V2, 6)}  # fmt: skip
 
 
-def _one_state(name: str, shape: str = "next", nwor: Any = ONE_STATE, convolutions: int = 0, **more: Any) -> Case:
+def _recurrent(name: str, shape: str = "next", nwor: Any = RECURRENT, convolutions: int = 0, **more: Any) -> Case:
     """Return a case. ``convolutions``: KV-cache groups of recurrent layers that need no record."""
     model, environment, may_differ = _DELTA_NETS[shape]
     settings = {
@@ -788,23 +788,23 @@ def _one_state(name: str, shape: str = "next", nwor: Any = ONE_STATE, convolutio
     groups = -(-3 // attention) + convolutions
     settings["expect"] = {"kv_cache_groups": groups + 1} | settings.get("expect", {})
     case = _case(f"one-state-{name}", environment, nwor=nwor, recurrent_groups=groups, **settings)
-    return replace(case, more_blocks=NUM_SHADOW) if nwor is ONE_STATE_STAGE else case
+    return replace(case, more_blocks=NUM_SHADOW) if nwor is RECURRENT_STAGE else case
 
 
-def _one_states() -> Iterator[Case]:
+def _recurrent_cases() -> Iterator[Case]:
     """Yield cases of one state per request. ``-k one-state-`` selects them.
 
     The vanilla engine keeps K + 1 states per request. The audit compares every state with the one that vLLM would keep.
     """
     float32 = {"mamba_ssm_cache_dtype": "float32"}
-    yield _one_state("triton-mtp", "triton")
+    yield _recurrent("triton-mtp", "triton")
     for shape in ("next", "qwen3_5"):
-        for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW), ("-stage", ONE_STATE_STAGE)):
-            yield _one_state(f"{shape}-mtp{mode}", shape, nwor)
-        yield _one_state(f"{shape}-ngram", shape, method="ngram")
-        yield _one_state(f"{shape}-float32", shape, **float32)
+        for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW), ("-stage", RECURRENT_STAGE)):
+            yield _recurrent(f"{shape}-mtp{mode}", shape, nwor)
+        yield _recurrent(f"{shape}-ngram", shape, method="ngram")
+        yield _recurrent(f"{shape}-float32", shape, **float32)
         for graphs in ("eager", "piecewise", "full_decode_only"):  # FULL becomes FULL_AND_PIECEWISE with these layers
-            yield _one_state(f"{shape}-{graphs}", shape, graphs=graphs)
+            yield _recurrent(f"{shape}-{graphs}", shape, graphs=graphs)
     # Requests with a common beginning, of which the second round finds what the first has left; they decode over the
     # ends of blocks.
     aligned = {
@@ -815,102 +815,102 @@ def _one_states() -> Iterator[Case]:
         "use": {"shared_prefix": 140, "rounds": 2, "requests": 12},
         "expect": {"metric:prefix_cache_hits": 1},
     }
-    for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW), ("-stage", ONE_STATE_STAGE)):
-        yield _one_state(f"next-align{mode}", nwor=nwor, **aligned)
-    yield _one_state("qwen3_5-align", "qwen3_5", **aligned)
+    for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW), ("-stage", RECURRENT_STAGE)):
+        yield _recurrent(f"next-align{mode}", nwor=nwor, **aligned)
+    yield _recurrent("qwen3_5-align", "qwen3_5", **aligned)
     # 32 prompts of more than 512 tokens, in chunks that fill the batch.
     long = {"max_model_len": 704, "max_num_seqs": 32, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 512}
-    yield _one_state("next-prompts", use={"shared_prefix": 512, "requests": 32}, **long, **float32)
+    yield _recurrent("next-prompts", use={"shared_prefix": 512, "requests": 32}, **long, **float32)
     # Vanilla runs fewer requests together, and preempts others. Another kernel then computes the decoded tokens of such
     # a request again, as a prompt.
-    yield _one_state("next-preemption", num_gpu_blocks_override=24, use={"max_tokens": 80}, may_differ=12,
+    yield _recurrent("next-preemption", num_gpu_blocks_override=24, use={"max_tokens": 80}, may_differ=12,
                      expect={"metric:num_preemptions": 1})  # fmt: skip
-    yield _one_state("next-abort", use={"abort": {10: [0, 2], 16: [5]}})
-    yield _one_state("next-not-async", async_scheduling=False)
-    yield _one_state("next-sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
-    yield _one_state("next-memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
+    yield _recurrent("next-abort", use={"abort": {10: [0, 2], 16: [5]}})
+    yield _recurrent("next-not-async", async_scheduling=False)
+    yield _recurrent("next-sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
+    yield _recurrent("next-memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
     # Windows of nine tokens, which vLLM's CUDA kernel does not support.
     eight = {"speculative_config": MTP | {"num_speculative_tokens": 8}}
-    yield _one_state("qwen3_5-eight-drafts", "qwen3_5", **eight)
-    yield _one_state("moe", model="@qwen3_next_experts_mtp", needs=EXPERTS_LIBRARY)
-    for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW)):
-        yield _one_state(f"draft-model{mode}", nwor=nwor, speculative_config=DRAFT | {"model": "@draft_of_gdn"})
+    yield _recurrent("qwen3_5-eight-drafts", "qwen3_5", **eight)
+    yield _recurrent("moe", model="@qwen3_next_experts_mtp", needs=EXPERTS_LIBRARY)
+    for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW)):
+        yield _recurrent(f"draft-model{mode}", nwor=nwor, speculative_config=DRAFT | {"model": "@draft_of_gdn"})
     kimi = {"shape": "kimi", "method": "ngram"}
-    for mode, nwor in (("cow", ONE_STATE_COW), ("stage", ONE_STATE_STAGE)):
-        yield _one_state(f"kimi-{mode}", backend="FLASH_ATTN_MLA", nwor=nwor, **kimi)
-    yield _one_state("kimi-piecewise-cow", backend="FLASH_ATTN_MLA", nwor=ONE_STATE_COW, graphs="piecewise", **kimi)
+    for mode, nwor in (("cow", RECURRENT_COW), ("stage", RECURRENT_STAGE)):
+        yield _recurrent(f"kimi-{mode}", backend="FLASH_ATTN_MLA", nwor=nwor, **kimi)
+    yield _recurrent("kimi-piecewise-cow", backend="FLASH_ATTN_MLA", nwor=RECURRENT_COW, graphs="piecewise", **kimi)
     for backend, graphs in (("FLASH_ATTN_MLA", "default"), ("TRITON_MLA", "any")):
-        yield _one_state(f"kimi-{backend.lower()}", backend=backend, graphs=graphs, **kimi)
+        yield _recurrent(f"kimi-{backend.lower()}", backend=backend, graphs=graphs, **kimi)
     for graphs in ("eager", "piecewise", "full_decode_only"):
-        yield _one_state(f"kimi-{graphs}", backend="FLASH_ATTN_MLA", graphs=graphs, **kimi)
-    yield _one_state("kimi-abort", backend="FLASH_ATTN_MLA", use={"abort": {10: [0, 2], 16: [5]}}, **kimi)
+        yield _recurrent(f"kimi-{graphs}", backend="FLASH_ATTN_MLA", graphs=graphs, **kimi)
+    yield _recurrent("kimi-abort", backend="FLASH_ATTN_MLA", use={"abort": {10: [0, 2], 16: [5]}}, **kimi)
     # One head of 128 has blocks of 128 tokens, in either engine.
     prefixes = aligned | {"max_model_len": 384, "use": {"shared_prefix": 220, "rounds": 2, "requests": 12}}
-    yield _one_state("kimi-align", backend="FLASH_ATTN_MLA", model="@kimi_of_one_head", **prefixes, **kimi)
+    yield _recurrent("kimi-align", backend="FLASH_ATTN_MLA", model="@kimi_of_one_head", **prefixes, **kimi)
     # Five groups: three of KDA (a layer each), one of MLA and its indexer, one of the indexer's tails. Blocks have 512
     # tokens, a page of the indexer. Its attention has its own kernels, so the transaction is off.
     glm = {"shape": "glm", "method": "ngram", "backend": "FLASHMLA_SPARSE", "gdn_prefill_backend": None,
            "max_model_len": 768, "needs": "torchvision"}  # fmt: skip
     five: dict[str, Any] = {"kv_cache_groups": 5, "sessions": []}
-    yield _one_state("glm", **glm, expect=five)
-    yield _one_state("glm-eager", graphs="eager", **glm, expect=five)
-    yield _one_state("glm-bfloat16", mamba_ssm_cache_dtype="bfloat16", **glm, expect=five)
-    yield _one_state("glm-abort", use={"abort": {10: [0, 2], 16: [5]}}, **glm, expect=five)
+    yield _recurrent("glm", **glm, expect=five)
+    yield _recurrent("glm-eager", graphs="eager", **glm, expect=five)
+    yield _recurrent("glm-bfloat16", mamba_ssm_cache_dtype="bfloat16", **glm, expect=five)
+    yield _recurrent("glm-abort", use={"abort": {10: [0, 2], 16: [5]}}, **glm, expect=five)
     # FlashKDA exports a state at the end of the first block of a prompt.
     over_blocks = aligned | {"max_model_len": 1280, "max_num_batched_tokens": 1280}
     over_blocks |= {"use": {"shared_prefix": 560, "rounds": 2, "requests": 12}}
-    yield _one_state("glm-align", **glm | over_blocks | {"expect": five | {"metric:prefix_cache_hits": 1}})
+    yield _recurrent("glm-align", **glm | over_blocks | {"expect": five | {"metric:prefix_cache_hits": 1}})
     qwen4 = {"shape": "qwen4", "method": "ngram", "convolutions": 1, "needs": EXPERTS_LIBRARY}
-    for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW)):
-        yield _one_state(f"qwen4-ngram{mode}", nwor=nwor, **qwen4)
-    yield _one_state("qwen4-eager", graphs="eager", **qwen4)
-    yield _one_state("qwen4-float32", **float32, **qwen4)
-    yield _one_state("qwen4-align", **aligned, **qwen4)
-    yield _one_state("qwen4-abort", use={"abort": {10: [0, 2], 16: [5]}}, **qwen4)
+    for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW)):
+        yield _recurrent(f"qwen4-ngram{mode}", nwor=nwor, **qwen4)
+    yield _recurrent("qwen4-eager", graphs="eager", **qwen4)
+    yield _recurrent("qwen4-float32", **float32, **qwen4)
+    yield _recurrent("qwen4-align", **aligned, **qwen4)
+    yield _recurrent("qwen4-abort", use={"abort": {10: [0, 2], 16: [5]}}, **qwen4)
     alice = {"shape": "alice", "method": "ngram", "trust_remote_code": True, "needs": EXPERTS_LIBRARY}
-    for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW)):
-        yield _one_state(f"alice-ngram{mode}", nwor=nwor, **alice)
-    yield _one_state("alice-eager", graphs="eager", **alice)
+    for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW)):
+        yield _recurrent(f"alice-ngram{mode}", nwor=nwor, **alice)
+    yield _recurrent("alice-eager", graphs="eager", **alice)
     bailing = {"shape": "bailing", "method": "ngram", "trust_remote_code": True, "backend": "FLASH_ATTN_MLA"}
-    for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW)):
-        yield _one_state(f"bailing-ngram{mode}", nwor=nwor, **bailing)
+    for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW)):
+        yield _recurrent(f"bailing-ngram{mode}", nwor=nwor, **bailing)
     for graphs in ("eager", "piecewise", "full_decode_only"):
-        yield _one_state(f"bailing-{graphs}", graphs=graphs, **bailing)
-    yield _one_state("bailing-abort", use={"abort": {10: [0, 2], 16: [5]}}, **bailing)
+        yield _recurrent(f"bailing-{graphs}", graphs=graphs, **bailing)
+    yield _recurrent("bailing-abort", use={"abort": {10: [0, 2], 16: [5]}}, **bailing)
     olmo = {"shape": "olmo", "method": "ngram"}
-    for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW), ("-stage", ONE_STATE_STAGE)):
-        yield _one_state(f"olmo-ngram{mode}", nwor=nwor, **olmo)
-        yield _one_state(
+    for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW), ("-stage", RECURRENT_STAGE)):
+        yield _recurrent(f"olmo-ngram{mode}", nwor=nwor, **olmo)
+        yield _recurrent(
             f"olmo-align{mode}", nwor=nwor, **olmo, **aligned | {"use": aligned["use"] | {"shared_prefix": 160}}
         )  # of blocks of 96 tokens
-    yield _one_state("olmo-draft-model", "olmo", speculative_config=DRAFT | {"model": "@draft_of_gdn"})
-    yield _one_state("olmo-repeated-keys", model="@olmo_repeated", **olmo)
-    yield _one_state("olmo-float32", **float32, **olmo)
+    yield _recurrent("olmo-draft-model", "olmo", speculative_config=DRAFT | {"model": "@draft_of_gdn"})
+    yield _recurrent("olmo-repeated-keys", model="@olmo_repeated", **olmo)
+    yield _recurrent("olmo-float32", **float32, **olmo)
     for graphs in ("eager", "piecewise", "full_decode_only"):
-        yield _one_state(f"olmo-{graphs}", graphs=graphs, **olmo)
-    yield _one_state("olmo-triton", backend="TRITON_ATTN", graphs="any", **olmo)
-    yield _one_state("olmo-temperature", use={"temperature": 1.0}, **olmo)
-    yield _one_state("olmo-abort", use={"abort": {10: [0, 2], 16: [5]}}, **olmo)
+        yield _recurrent(f"olmo-{graphs}", graphs=graphs, **olmo)
+    yield _recurrent("olmo-triton", backend="TRITON_ATTN", graphs="any", **olmo)
+    yield _recurrent("olmo-temperature", use={"temperature": 1.0}, **olmo)
+    yield _recurrent("olmo-abort", use={"abort": {10: [0, 2], 16: [5]}}, **olmo)
     # A block of attention has 96 tokens, and a request goes on in a second one.
-    yield _one_state("olmo-preemption", num_gpu_blocks_override=24, use={"max_tokens": 120}, may_differ=12,
+    yield _recurrent("olmo-preemption", num_gpu_blocks_override=24, use={"max_tokens": 120}, may_differ=12,
                      expect={"metric:num_preemptions": 1}, **olmo)  # fmt: skip
     # Not visible to a recurrent layer: how many drafts a request has, adapters of projections, where weights are.
-    yield _one_state("next-dynamic", speculative_config=MTP | DYNAMIC["v2"])
-    yield _one_state("lora", "triton", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@gdn_lora"})
-    yield _one_state("next-offload", cpu_offload_gb=0.002)
+    yield _recurrent("next-dynamic", speculative_config=MTP | DYNAMIC["v2"])
+    yield _recurrent("lora", "triton", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@gdn_lora"})
+    yield _recurrent("next-offload", cpu_offload_gb=0.002)
     # Multimodal classes around the text model, with M-RoPE positions. No request has an image.
     text_only: dict[str, Any] = {"language_model_only": True, "needs": "torchvision"}
-    yield _one_state("multimodal", "triton", model="@gdn_mtp_multimodal", **text_only)
+    yield _recurrent("multimodal", "triton", model="@gdn_mtp_multimodal", **text_only)
     minicpm_v = text_only | {"model": "@minicpm_v", "method": "ngram"}
-    yield _one_state("minicpm_v-ngram", "triton", **minicpm_v)
-    yield _one_state("minicpm_v-ngram-cow", "triton", ONE_STATE_COW, **minicpm_v)
-    yield _one_state("minicpm_v-align", "triton", **minicpm_v, **aligned)
+    yield _recurrent("minicpm_v-ngram", "triton", **minicpm_v)
+    yield _recurrent("minicpm_v-ngram-cow", "triton", RECURRENT_COW, **minicpm_v)
+    yield _recurrent("minicpm_v-align", "triton", **minicpm_v, **aligned)
     for model in ("interns2_preview", "interns2_mobius"):
         interns2 = text_only | {"model": f"@{model}", "trust_remote_code": True}
         interns2 |= {"needs": ("torchvision", EXPERTS_LIBRARY)}
-        yield _one_state(f"{model}-mtp", "triton", **interns2)
-        yield _one_state(f"{model}-mtp-cow", "triton", ONE_STATE_COW, **interns2)
-        yield _one_state(f"{model}-align", "triton", **interns2, **aligned)
+        yield _recurrent(f"{model}-mtp", "triton", **interns2)
+        yield _recurrent(f"{model}-mtp-cow", "triton", RECURRENT_COW, **interns2)
+        yield _recurrent(f"{model}-align", "triton", **interns2, **aligned)
 
 
 # vLLM's own settings, except those that keep a tiny engine small. Prefix caching and warm-ups are on, and FlashInfer
@@ -938,14 +938,14 @@ def _defaults() -> Iterator[Case]:
     }
     for shape, worker in (("next", "gpu_worker_hybrid.Worker"), ("qwen3_5", "")):  # the first has no experts
 
-        def case(name: str, shape: str = shape, worker: str = worker, nwor: Any = ONE_STATE, **more: Any) -> Case:
+        def case(name: str, shape: str = shape, worker: str = worker, nwor: Any = RECURRENT, **more: Any) -> Case:
             use, expected = LONG_PROMPTS | more.pop("use", {}), expect | more.pop("expect", {})
             settings = DEFAULTS | {"worker_extension_cls": worker, "use": use, "expect": expected} | more
-            return _one_state(f"default-{shape}{name}", shape, nwor, **settings)
+            return _recurrent(f"default-{shape}{name}", shape, nwor, **settings)
 
         yield case("")
-        yield case("-cow", nwor=ONE_STATE_COW)
-        yield case("-stage", nwor=ONE_STATE_STAGE)
+        yield case("-cow", nwor=RECURRENT_COW)
+        yield case("-stage", nwor=RECURRENT_STAGE)
         # FlashInfer takes another kernel for few sequences. Here both engines have one in each batch.
         yield case("-one-by-one", max_num_seqs=1)
         yield case("-abort", use={"abort": {10: [0, 2], 16: [5]}})
@@ -958,7 +958,7 @@ def _defaults() -> Iterator[Case]:
                    expect={"audit:checkpoints": 1, "audit:checkpoint_hits": 0, "audit:tail_folds": 1})  # fmt: skip
 
 
-def _one_state_connectors() -> Iterator[Case]:
+def _recurrent_connectors() -> Iterator[Case]:
     """Yield cases that generate, drop the prefix cache, and load. ``-k one-state-connector-`` selects them.
 
     As with other connectors, tokens are compared only if one request runs at a time.
@@ -978,13 +978,13 @@ def _one_state_connectors() -> Iterator[Case]:
     offloading = aligned | {"kv_transfer_config": _connector("OffloadingConnector", **host, offload_prompt_only=False)}
     many = {"max_num_seqs": 8, "same_tokens": False}
     for name, connector in (("simple-cpu", simple), ("offloading", offloading)):
-        yield _one_state(f"connector-{name}", method="ngram", **connector)
-        yield _one_state(f"connector-{name}-mtp", **connector)
-        yield _one_state(f"connector-{name}-8", **connector | many)
+        yield _recurrent(f"connector-{name}", method="ngram", **connector)
+        yield _recurrent(f"connector-{name}-mtp", **connector)
+        yield _recurrent(f"connector-{name}-8", **connector | many)
     # Keys inside a block: the ends of prompts are stored too.
-    yield _one_state("connector-offloading-partial-hits", method="ngram", prefix_match_unit=16, **offloading)
-    yield _one_state("connector-simple-cpu-cow", nwor=ONE_STATE_COW, method="ngram", **simple)
-    staged = _one_state("connector-simple-cpu-stage", nwor=ONE_STATE_STAGE, method="ngram", **simple)
+    yield _recurrent("connector-offloading-partial-hits", method="ngram", prefix_match_unit=16, **offloading)
+    yield _recurrent("connector-simple-cpu-cow", nwor=RECURRENT_COW, method="ngram", **simple)
+    staged = _recurrent("connector-simple-cpu-stage", nwor=RECURRENT_STAGE, method="ngram", **simple)
     yield replace(staged, more_blocks=2)  # of one request
     # A default engine, whose prompts FlashInfer runs: it writes states inside a prompt.
     default = DEFAULTS | {
@@ -998,7 +998,7 @@ def _one_state_connectors() -> Iterator[Case]:
             "audit:checkpoints": 6,
         },
     }
-    yield _one_state("connector-default", "qwen3_5", worker_extension_cls="", **default)
+    yield _recurrent("connector-default", "qwen3_5", worker_extension_cls="", **default)
     # The bytes of every state that gets a cache key; see state_connector.py.
     states = aligned | {
         "kv_transfer_config": _connector("StateConnector", "state_connector"),
@@ -1007,16 +1007,16 @@ def _one_state_connectors() -> Iterator[Case]:
         "max_model_len": 576,
         "expect": {},
     }
-    yield _one_state("connector-states-ngram", method="ngram", **states)
-    yield _one_state("connector-states-mtp", **states)
-    for name, nwor in (("float32", ONE_STATE), ("chunk", ONE_STATE_CHUNK)):
+    yield _recurrent("connector-states-ngram", method="ngram", **states)
+    yield _recurrent("connector-states-mtp", **states)
+    for name, nwor in (("float32", RECURRENT), ("chunk", RECURRENT_CHUNK)):
         longer = {} if name == "float32" else {"block_size": 176}  # of both engines: records make our pages longer
         other_bits: dict[str, Any] = {}
         if name == "chunk":
             # Two of the prompts end shortly before a block, because some requests have only ten output tokens.
             other_bits = {"may_differ": 8, "use": {"requests": 12, "prompt_tokens": [400, 522, 370, 523]}}
         more = {"mamba_ssm_cache_dtype": "float32"} | longer | other_bits
-        yield _one_state(f"connector-states-{name}", nwor=nwor, **states | more)
+        yield _recurrent(f"connector-states-{name}", nwor=nwor, **states | more)
 
 
 def _prefill_elsewhere() -> Iterator[Case]:
@@ -1031,21 +1031,21 @@ def _prefill_elsewhere() -> Iterator[Case]:
         "max_num_seqs": 1,
         "expect": {"metric:external_prefix_cache_hits": 1},
     }
-    yield _one_state("pd-pages", **alone | pages)
-    yield _one_state("pd-pages-ngram", method="ngram", **alone | pages)
-    chunk = {"nwor": ONE_STATE_CHUNK, "same_tokens": False, "mamba_ssm_cache_dtype": "float32"}
-    yield _one_state("pd-pages-chunk", **alone | pages | chunk)
-    yield _one_state("pd-pages-8", **alone | pages | {"max_num_seqs": 8, "same_tokens": False})
+    yield _recurrent("pd-pages", **alone | pages)
+    yield _recurrent("pd-pages-ngram", method="ngram", **alone | pages)
+    chunk = {"nwor": RECURRENT_CHUNK, "same_tokens": False, "mamba_ssm_cache_dtype": "float32"}
+    yield _recurrent("pd-pages-chunk", **alone | pages | chunk)
+    yield _recurrent("pd-pages-8", **alone | pages | {"max_num_seqs": 8, "same_tokens": False})
     aligned = {
         "enable_prefix_caching": True,
         "max_model_len": 320,
         "max_num_batched_tokens": 80,  # a block, so that one token is left of 161 and of 241
         "use": alone["use"] | {"prompt_tokens": [162, 90, 242, 40]},
     }
-    yield _one_state("pd-pages-align", **alone | pages | aligned)
+    yield _recurrent("pd-pages-align", **alone | pages | aligned)
     nixl = {"kv_transfer_config": _connector("NixlConnector"), "needs": "nixl"}
     for name, more in (("", {}), ("-align", aligned)):
-        case = _one_state(f"pd-nixl{name}", **alone | nixl | more)
+        case = _recurrent(f"pd-nixl{name}", **alone | nixl | more)
         yield replace(case, environment=case.environment | {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"})
 
 
@@ -1059,7 +1059,7 @@ def _without_drafts() -> Iterator[Case]:
     def case(name: str, shape: str = "next", **more: Any) -> Case:
         settings = {"method": "ngram", "speculative_config": None, "may_differ": 6} | more
         settings["expect"] = {"sessions": []} | settings.get("expect", {})
-        return _one_state(f"nodrafts-{name}", shape, **settings)
+        return _recurrent(f"nodrafts-{name}", shape, **settings)
 
     aligned = _ALIGNED | {"max_model_len": 320, "use": _AGAIN, "expect": {"metric:prefix_cache_hits": 1}}
     abort = {"use": {"abort": {10: [0, 2], 16: [5]}}}
@@ -1096,9 +1096,9 @@ def _chunks() -> Iterator[Case]:
     Its outputs have other bits than vLLM's, so the other of two close logits sometimes wins.
     """
 
-    def case(name: str, shape: str = "next", nwor: Any = ONE_STATE_CHUNK, **more: Any) -> Case:
+    def case(name: str, shape: str = "next", nwor: Any = RECURRENT_CHUNK, **more: Any) -> Case:
         settings = {"mamba_ssm_cache_dtype": "float32", "may_differ": 8} | more
-        return _one_state(f"chunk-{name}", shape, nwor, **settings)
+        return _recurrent(f"chunk-{name}", shape, nwor, **settings)
 
     # Blocks of 176 tokens hold a page of this form.
     aligned = _ALIGNED | {
@@ -1113,7 +1113,7 @@ def _chunks() -> Iterator[Case]:
     # A state of 16 bits is rounded once for 16 tokens, and vLLM's after each.
     yield case("next-bfloat16", mamba_ssm_cache_dtype="bfloat16", same_tokens=False)
     yield case("next-seven-drafts", speculative_config=MTP | {"num_speculative_tokens": 7})
-    yield case("next-cow", nwor=ONE_STATE_COW | {"recurrent": "chunk"})
+    yield case("next-cow", nwor=RECURRENT_COW | {"recurrent": "chunk"})
     # Some of these requests decode over the end of their second block.
     longer = {"max_model_len": 512, "use": _AGAIN | {"shared_prefix": 310}}
     yield case("next-align", block_size=176, **aligned | longer)
@@ -1129,17 +1129,17 @@ def _chunks() -> Iterator[Case]:
     yield case("nodrafts-next-align", **without | aligned | {"expect": aligned["expect"] | {"sessions": []}})
 
 
-ONE_STATE_CASES = [*_one_states(), *_defaults(), *_without_drafts(), *_chunks()]
-REFUSED_COUNTS = _one_state(
+RECURRENT_CASES = [*_recurrent_cases(), *_defaults(), *_without_drafts(), *_chunks()]
+REFUSED_COUNTS = _recurrent(
     "invalid-counts", nwor={"recurrent": True}, use={"faults": "counts", "rounds": 20}, same_tokens=False
 )
 # Eager, so that Python calls each part in every step.
 STATE_ERROR_CASES = [
-    _one_state(f"errors-{part}", nwor={"recurrent": True}, graphs="eager", use={"faults": part}, same_tokens=False)
+    _recurrent(f"errors-{part}", nwor={"recurrent": True}, graphs="eager", use={"faults": part}, same_tokens=False)
     for part in ("plan", "verify", "fold")
 ]
 STATE_ERROR_CASES.append(
-    _one_state(
+    _recurrent(
         "errors-copies", nwor={"recurrent": True}, graphs="eager", same_tokens=False, **_ALIGNED,
         max_model_len=320, use=_AGAIN | {"faults": "copies"},
     )
@@ -1155,11 +1155,11 @@ VLLM_STATES_CASES = [
     for shape in ("next", "qwen3_5", "triton")
     for graphs in ("eager", "piecewise")
 ]  # fmt: skip
-ONE_STATE_CONNECTORS = list(_one_state_connectors())
-ONE_STATE_PREFILLED = list(_prefill_elsewhere())
+RECURRENT_CONNECTORS = list(_recurrent_connectors())
+RECURRENT_PREFILLED = list(_prefill_elsewhere())
 # Two GPUs. Each rank has the states and records of its heads.
-ONE_STATE_RANKS = [
-    _one_state(
+RECURRENT_RANKS = [
+    _recurrent(
         f"tp2{name}",
         shape,
         nwor,
@@ -1172,21 +1172,21 @@ ONE_STATE_RANKS = [
         **more,
     )
     for name, shape, nwor, more in (
-        ("", "triton", ONE_STATE, {}),
-        ("-cow", "triton", ONE_STATE_COW, {}),
-        ("-stage", "triton", ONE_STATE_STAGE, {}),
-        ("-eager", "triton", ONE_STATE, {"graphs": "eager"}),
-        ("-fused-norm", "qwen3_5", ONE_STATE, {}),
+        ("", "triton", RECURRENT, {}),
+        ("-cow", "triton", RECURRENT_COW, {}),
+        ("-stage", "triton", RECURRENT_STAGE, {}),
+        ("-eager", "triton", RECURRENT, {"graphs": "eager"}),
+        ("-fused-norm", "qwen3_5", RECURRENT, {}),
     )
 ]
 CHUNK = {"VLLM_NWOR_RECURRENT": "chunk"}
-ONE_STATE_REFUSALS = [
+RECURRENT_REFUSALS = [
     Refusal(
         f"refused-one-state-{name}",
         because,
         _engine(graphs="eager", **{"model": "@gdn_mtp", "gdn_prefill_backend": "triton", "block_size": None} | engine),
         environment,
-        ONE_STATE,
+        RECURRENT,
     )
     for name, because, engine, environment in (
         ("v1", "model runner V1", {}, V1),

@@ -118,13 +118,13 @@ def check_case(case: Case, result: dict[str, Any]) -> dict[str, Any]:
     return session
 
 
-def check_one_state(case: Case, result: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+def check_recurrent(case: Case, result: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
     """Check an engine with one state per request, except its tokens. Return the audit of its states."""
     [worker] = finished(result)["workers"]
-    assert worker["one_state"], f"there is one state per draft in that engine; it said {result['said']}"
-    [state] = worker["one_state"]
+    assert worker["recurrent"], f"there is one state per draft in that engine; it said {result['said']}"
+    [state] = worker["recurrent"]
     audit: dict[str, Any] = state["audit"]
-    record |= {"one_state": state["describe"], **audit}
+    record |= {"recurrent": state["describe"], **audit}
     counts = {"metric": result["metrics"], "audit": audit}
     for what, wanted in case.expect.items():
         kind, _, name = what.partition(":")

@@ -8,7 +8,7 @@ from typing import Any
 
 FOLDER_VARIABLE = "PLANTED_FOLDER"
 GROWING = ("draft_graph_replays", "draft_host_seconds", "draft_vocabulary_tokens", "draft_vocabulary_missed",
-           "one_state_steps", "one_state_host_seconds", "vanilla_steps:planted", "draft_eager_reasons:planted",
+           "recurrent_steps", "recurrent_host_seconds", "vanilla_steps:planted", "draft_eager_reasons:planted",
            "errors:planted")  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def plant() -> None:
     def counts(_: Any) -> dict[str, float]:
         nonlocal steps
         steps += file.exists()
-        return dict.fromkeys(GROWING, steps) | {"one_state_skipped_requests": 0} if steps else {}
+        return dict.fromkeys(GROWING, steps) | {"recurrent_skipped_requests": 0} if steps else {}
 
     def starting(runner: Any) -> None:
         start(runner)

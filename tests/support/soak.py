@@ -276,7 +276,7 @@ def problems(found: Mapping[str, Any]) -> list[str]:
     usage = counted.get("vllm:kv_cache_usage_perc", 0.0)
     if usage:
         wrong.append(f"{usage:.1%} of the cache is in use without requests")
-    skipped = sum(value for name, value in counted.items() if re.match(r"nwor_one_state_\w+_requests_total$", name))
+    skipped = sum(value for name, value in counted.items() if re.match(r"nwor_recurrent_\w+_requests_total$", name))
     for what, value in {
         "errors": total("nwor_errors"),
         "abandoned windows": total("nwor_abandoned_windows"),

@@ -42,7 +42,7 @@ def pending_in(block: int, layers: list[Any]) -> int:
         layers: layers of the block's group.
     """
     plugin, found = sys.modules.get("nwor_ops.vllm"), 0
-    for engine in plugin.one_states() if plugin else []:
+    for engine in plugin.recurrent_engines() if plugin else []:
         cursors = engine.builders[0].group.cursors
         rows, first, *earlier = cursors.table[block].tolist()
         rows += sum(earlier)

@@ -70,7 +70,7 @@ def test_refusals_come_before_a_server_starts(engines: Engines) -> None:
     answers = engines.submit(refusals, Traffic(input_len=1000)).result()
     expected = [
         (Outcome.REFUSED, f"draft graphs will be refused: {why['draft graphs']}"),
-        (Outcome.REFUSED, f"one state will be refused: {why['one state']}"),
+        (Outcome.REFUSED, f"recurrent will be refused: {why['recurrent']}"),
         (Outcome.REFUSED, "cow will be refused: the engine does not speculate (--speculative-config)"),
         (Outcome.INVALID, "an argument is unknown or malformed"),
         (Outcome.ENGINE, "vLLM refuses these arguments: "),

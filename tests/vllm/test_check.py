@@ -57,9 +57,9 @@ def test_only_recurrent_works_without_speculation(engines: Engines) -> None:
     found = engines.submit(looked, [model_folder(), *ARGUMENTS], {"VLLM_NWOR_MODE": "stage"}).result()
     assert found["exit_code"] == Outcome.REFUSED
     reasons = {prediction["feature"]: prediction["reasons"] for prediction in found["features"]}
-    of_one_state = [reason["why"] for reason in reasons.pop("one state")]
-    assert of_one_state
-    assert not any("speculate" in why for why in of_one_state)
+    recurrent = [reason["why"] for reason in reasons.pop("recurrent")]
+    assert recurrent
+    assert not any("speculate" in why for why in recurrent)
     for found_reasons in reasons.values():
         assert found_reasons == [{"why": "the engine does not speculate", "change": "--speculative-config"}]
 
@@ -124,13 +124,13 @@ def printed(capsys: pytest.CaptureFixture[str], *predictions: Prediction, on_uns
 def test_last_line_says_whether_engine_starts(capsys: pytest.CaptureFixture[str]) -> None:
     refused = Prediction("stage", True, (Reason("the cache is too small", "--max-num-seqs"),))
     off = Prediction("draft graphs", False, (Reason("the method has its own graphs"),))
-    runs = Prediction("one state", True, at_start=("x",))
+    runs = Prediction("recurrent", True, at_start=("x",))
     text = printed(capsys, refused, off, runs)
     assert text.endswith("The engine will not start: stage will be refused.\n")
     assert "the cache is too small (--max-num-seqs)" in text
-    assert "one state: switched on, will run\n  only a start can tell: x\n" in text
+    assert "recurrent: switched on, will run\n  only a start can tell: x\n" in text
     assert printed(capsys, refused, on_unsupported="vanilla").endswith("The engine will start without stage.\n")
-    assert printed(capsys, runs, off).endswith("No check refuses one state.\n")
+    assert printed(capsys, runs, off).endswith("No check refuses recurrent.\n")
     assert "Nothing is switched on" in printed(capsys, off)
     assert outcome_of(Preview({}, (off, runs))) is Outcome.RUNS
     assert outcome_of(Preview({}, (off, refused))) is Outcome.REFUSED

@@ -2,7 +2,7 @@
 
 ``test_serve_errors.py`` has a server. Draft graphs and recurrent states need CUDA:
 ``tests/gpu/vllm/test_errors_gpu.py``. The tests of those features on the CPU are in ``test_draft_graphs.py`` and
-``test_one_state.py``.
+``test_recurrent_engine.py``.
 """
 
 from __future__ import annotations

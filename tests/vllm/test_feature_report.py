@@ -92,8 +92,8 @@ def test_other_form_is_missing(active: str | None, state: str, monkeypatch: pyte
     class Runner:
         drafter = None
 
-    runner, one_state = Runner(), SimpleNamespace(form=active, record_bytes=3)
-    monkeypatch.setattr(plugin.one_state, "one_state_of", {runner: one_state if active else None}.get)
+    runner, recurrent = Runner(), SimpleNamespace(form=active, record_bytes=3)
+    monkeypatch.setattr(plugin.recurrent, "recurrent_engine_of", {runner: recurrent if active else None}.get)
     report = plugin._feature_report(NworConfig(recurrent="chunk"), lambda: runner)
     assert {name: report["features"][name] for name in STATES} == STATES | {"recurrent": state}
     assert report["memory"] == ({"records": 3} if active else {})

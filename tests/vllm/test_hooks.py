@@ -289,7 +289,7 @@ def test_unloading_restores_what_only_cuda_engines_patch() -> None:
 import importlib, json, sys
 import test_hooks
 from nwor_ops.vllm import hooks, plugin
-from nwor_ops.vllm.recurrent import plugin as one_state
+from nwor_ops.vllm.recurrent import plugin as recurrent
 from nwor_ops.vllm.recurrent import layer, models
 from vllm.model_executor.models import qwen3_next
 modules = [*test_hooks.PATCHED_MODULES, *plugin._module_patches(), "vllm.model_executor.models.qwen3_next"]
@@ -301,7 +301,7 @@ before = test_hooks.vllm_now(modules)
 plugin.register()
 for model in on_cpu:
     layer.install(model)
-one_state.add_records(qwen3_next.Qwen3NextForCausalLM)
+recurrent.add_records(qwen3_next.Qwen3NextForCausalLM)
 layer.watch_checkpoints()
 patched = test_hooks.changed(before, test_hooks.vllm_now(modules))
 plugin.unload()

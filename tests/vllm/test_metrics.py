@@ -47,7 +47,7 @@ from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.metrics import publisher as worker
 from nwor_ops.vllm.metrics import relay
 from nwor_ops.vllm.metrics.names import METRICS
-from nwor_ops.vllm.recurrent.plugin import OneState
+from nwor_ops.vllm.recurrent.plugin import RecurrentEngine
 
 K = NGRAM["num_speculative_tokens"]
 
@@ -524,18 +524,22 @@ def test_sleeping_engine_keeps_its_counts(monkeypatch: pytest.MonkeyPatch, caplo
         raise RuntimeError("planted")
 
     calls: list[str] = []
-    runner, session, state = Runner(), SimpleNamespace(go_to_sleep=go_to_sleep), OneState.__new__(OneState)
+    runner, session, state = (
+        Runner(),
+        SimpleNamespace(go_to_sleep=go_to_sleep),
+        RecurrentEngine.__new__(RecurrentEngine),
+    )
     skipped: Any = SkippedRequests(torch.device("cpu"))
     skipped.counter.fill_(3)
     state.builders, state._skipped, state._slept = [SimpleNamespace(steps=5, host_seconds=0.0)], skipped, None
     monkeypatch.setitem(plugin._sessions, runner, session)
-    monkeypatch.setitem(plugin.one_state._engines, runner, state)
+    monkeypatch.setitem(plugin.recurrent._engines, runner, state)
     module: Any = SimpleNamespace(Worker=Worker)
     plugin._patch_worker_module(module)
     assert module.Worker(runner).sleep(level=2) == "asleep"
     assert module.Worker(Runner()).sleep(1) == "asleep"  # of an engine without a feature
     assert calls == ["go_to_sleep", "sleep 2", "sleep 1"]
-    assert state.counts(*state.counter.tolist())["one_state_skipped_requests"] == 3
+    assert state.counts(*state.counter.tolist())["recurrent_skipped_requests"] == 3
     [record] = caplog.records
     assert record.getMessage().startswith("nwor: copying counters failed: planted; the engine goes on without")
 

@@ -88,7 +88,7 @@ def examples_job() -> dict[str, tuple[int, int]]:
 
 def test_the_examples_of_the_plugin_run(engines: Engines) -> None:
     found = engines.submit(examples_job).result()
-    assert "OneState" in found
+    assert "RecurrentEngine" in found
     assert {name: result for name, result in found.items() if result[0] or not result[1]} == {}
 
 

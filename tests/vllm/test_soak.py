@@ -86,7 +86,7 @@ def rising(name: str, by: float) -> list[dict[str, float]]:
         ({"vllm:kv_cache_usage_perc": 0.25}, "25.0% of the cache is in use"),
         ({"nwor_errors_total": 1.0}, "1 errors"),
         ({"nwor_abandoned_windows_total": 1.0}, "1 abandoned windows"),
-        ({"nwor_one_state_skipped_requests_total": 1.0}, "1 requests with invalid counts"),
+        ({"nwor_recurrent_skipped_requests_total": 1.0}, "1 requests with invalid counts"),
         ({"nwor_committed_tokens_total": 101.0}, "1000 drafts, but 101 committed and 898 rejected"),
         ({"vllm:spec_decode_num_draft_tokens_total": 1001.0}, "1000 drafts, -1 more than the scheduler counted"),
         ({"vllm:spec_decode_num_draft_tokens_total": 200.0}, "1000 drafts, 800 more than the scheduler counted"),

@@ -342,14 +342,14 @@ COMPLETE = [
 ]  # fmt: skip
 
 
-def test_connectors_with_one_state_per_request() -> None:
+def test_connectors_that_recurrent_supports() -> None:
     check_state_connectors(engine(kv_transfer_config=None))
     check_state_connectors(engine())
     for name, connector in CONNECTORS.items():
         if name in COMPLETE:
             check_state_connectors(with_connector(name))
             continue
-        why = connector.refused or connector.one_state
+        why = connector.refused or connector.recurrent
         with pytest.raises(Unsupported, match=re.escape(f"recurrent with KV connector {name}: {why}")):
             check_state_connectors(with_connector(name))
     inner = [child("SimpleCPUOffloadConnector"), child("NixlConnector")]
@@ -367,7 +367,7 @@ def test_connectors_with_one_state_per_request() -> None:
         ("NixlPullConnector", "with bidirectional_kv_xfer a decoder exports", {"bidirectional_kv_xfer": True}),
     ],
 )
-def test_settings_of_connectors_that_one_state_refuses(name: str, reason: str, extra: dict[str, Any]) -> None:
+def test_settings_of_connectors_that_recurrent_refuses(name: str, reason: str, extra: dict[str, Any]) -> None:
     """Also in a connector inside a MultiConnector. The transaction accepts these settings."""
     allowed = {"sync_load_budget_bytes": 0, "secondary_tiers": [{"type": "fs"}, {"type": "obj"}, {"type": "p2p"}]}
     check_state_connectors(with_connector(name, **allowed, bidirectional_kv_xfer=False))

@@ -13,7 +13,7 @@ from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup, states_of
 from nwor_ops.vllm.audit.shadow import StageAudit
 from nwor_ops.vllm.audit.vllm_states import VllmStateAudit, audit_states
-from nwor_ops.vllm.recurrent.plugin import one_state_of
+from nwor_ops.vllm.recurrent.plugin import recurrent_engine_of
 from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction.runners.base import RunnerAttachment
 from nwor_ops.vllm.transaction.session import Session
@@ -51,7 +51,7 @@ def audit_engine(attachment: RunnerAttachment, session: Session, others_write: b
     """
     recurrent = _recurrent_groups(attachment)
     audit_cache(session, others_write, recurrent)
-    state = one_state_of(attachment.runner)
+    state = recurrent_engine_of(attachment.runner)
     if state is not None:
         audit = StateAudit(state.builders)
         state.listen(audit)
@@ -71,7 +71,7 @@ def audit_states_alone(runner: Any) -> bool:
     Returns:
         Whether the engine has one state per request. If not, nothing is done.
     """
-    state = one_state_of(runner)
+    state = recurrent_engine_of(runner)
     if state is None:
         return False
     audit = StateAudit(state.builders)

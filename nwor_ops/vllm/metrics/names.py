@@ -21,13 +21,13 @@ METRICS = {
         "nwor_draft_eager_passes",
         "Number of draft model passes that ran without a graph, with draft graphs on, by reason.",
     ),
-    "one_state_steps": ("nwor_one_state_steps", "Number of steps with decodes and one recurrent state per request."),
-    "one_state_host_seconds": (
-        "nwor_one_state_host_seconds",
+    "recurrent_steps": ("nwor_recurrent_steps", "Number of steps with decodes and one recurrent state per request."),
+    "recurrent_host_seconds": (
+        "nwor_recurrent_host_seconds",
         "Seconds of host time to plan windows and to fold states before prompts.",
     ),
-    "one_state_skipped_requests": (
-        "nwor_one_state_skipped_requests",
+    "recurrent_skipped_requests": (
+        "nwor_recurrent_skipped_requests",
         "Number of requests skipped because their counts are invalid, per KV-cache group. Should be 0.",
     ),
     "draft_vocabulary_tokens": (

@@ -24,7 +24,7 @@ from typing import Any
 
 from nwor_ops.vllm.hooks import Decorator, Patches
 from nwor_ops.vllm.recurrent.page import RecordGeometry
-from nwor_ops.vllm.recurrent.supported import CONNECTOR_HOOKS, has_one_state
+from nwor_ops.vllm.recurrent.supported import CONNECTOR_HOOKS, uses_recurrent
 
 _patches = Patches("recurrent: connectors")
 
@@ -35,11 +35,11 @@ def layout_of(vllm_config: Any) -> str:
     Engines with the same name share pages, also if they run different versions of this package. A change that moves the
     states in a page must change the name. Records may change: a page in a store has no pending rows.
     """
-    if not has_one_state(vllm_config):
+    if not uses_recurrent(vllm_config):
         return ""
     geometry = RecordGeometry.of(vllm_config)
     form = "chunk-" if geometry.chunk else ""
-    return f"one-state-{form}{geometry.rows}x{geometry.num_bytes}"
+    return f"recurrent-{form}{geometry.rows}x{geometry.num_bytes}"
 
 
 def _wrap_offloading(module: ModuleType) -> None:

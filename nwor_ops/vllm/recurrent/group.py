@@ -16,7 +16,7 @@ class GroupLayers:
 
     Args:
         cursors: shared by all groups: a block belongs to one group at a time.
-        layers: :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer` objects whose caches are bound.
+        layers: :class:`~nwor_ops.vllm.recurrent.layer.RecurrentLayer` objects whose caches are bound.
 
     Attributes:
         layers: the layers by name.

@@ -25,10 +25,10 @@ from nwor_ops import ops
 from nwor_ops.recurrent.cache import RecurrentCache
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.hooks import Patches, when_undone
-from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
+from nwor_ops.vllm.recurrent.metadata import RecurrentBackend, RecurrentMetadata
 from nwor_ops.vllm.recurrent.models.model import Model
 from nwor_ops.vllm.recurrent.page import RecordGeometry
-from nwor_ops.vllm.recurrent.supported import has_one_state
+from nwor_ops.vllm.recurrent.supported import uses_recurrent
 from nwor_ops.vllm.step_listener import RecurrentListener
 
 # The state tensor that vLLM passes to its kernel has two attributes: its layer, and its cache with the records. When
@@ -38,12 +38,12 @@ _OWNER, _CACHE = "_nwor_layer", "_nwor_cache"
 _patches = Patches("recurrent: layers")
 
 
-class OneStateLayer(PluggableLayer, MambaBase):
+class RecurrentLayer(PluggableLayer, MambaBase):
     """A vLLM layer with one state per request. :func:`install` creates a subclass of this class and of vLLM's class.
 
     Attributes:
         given_gates: whether vLLM computes the decays and betas of a window before its kernel.
-        one_state: whether this engine has one state per request. If False, the attributes below are not set.
+        recurrent: whether this engine has one state per request. If False, the attributes below are not set.
         geometry: sizes of the record.
         layer_window: int64 ``[1]``, the number of the last window that this layer verified.
         allow_neg_eigval: whether beta is doubled. vLLM's OLMo hybrid has an attribute of this name.
@@ -68,8 +68,8 @@ class OneStateLayer(PluggableLayer, MambaBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = self.engine_config(*args, **kwargs)
-        self.one_state = has_one_state(vllm_config)
-        if self.one_state:
+        self.recurrent = uses_recurrent(vllm_config)
+        if self.recurrent:
             self.geometry = RecordGeometry.of(vllm_config)
             audited = settings_of(vllm_config).audit
             self._most_audited_tokens = most_window_tokens(vllm_config) if audited else 0
@@ -82,14 +82,14 @@ class OneStateLayer(PluggableLayer, MambaBase):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
-        return self.geometry.extend(spec) if self.one_state else spec
+        return self.geometry.extend(spec) if self.recurrent else spec
 
     def get_attn_backend(self) -> Any:
-        return OneStateBackend if self.one_state else super().get_attn_backend()
+        return RecurrentBackend if self.recurrent else super().get_attn_backend()
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
-        if not self.one_state:
+        if not self.recurrent:
             return
         states = self.kv_cache
         offset = sum(state[0].numel() * state.element_size() for state in states)
@@ -166,15 +166,15 @@ class OneStateLayer(PluggableLayer, MambaBase):
             chunk=geometry.chunk,
         )
 
-    def windows(self) -> OneStateMetadata | None:
+    def windows(self) -> RecurrentMetadata | None:
         """Return the metadata of this step, or None if it has no windows."""
         by_layer = get_forward_context().attn_metadata
         found = by_layer.get(self.prefix) if isinstance(by_layer, dict) else None
-        return found if isinstance(found, OneStateMetadata) and found.num_spec_decodes > 0 else None
+        return found if isinstance(found, RecurrentMetadata) and found.num_spec_decodes > 0 else None
 
     def has_plan(self, metadata: Any) -> bool:
         """Return whether metadata of a step is ours."""
-        return isinstance(metadata, OneStateMetadata)
+        return isinstance(metadata, RecurrentMetadata)
 
 
 def most_window_tokens(vllm_config: Any) -> int:
@@ -184,17 +184,17 @@ def most_window_tokens(vllm_config: Any) -> int:
     return int(min((size for size in sizes if size >= most), default=most))
 
 
-def owner_of_state(state: Tensor) -> OneStateLayer | None:
+def owner_of_state(state: Tensor) -> RecurrentLayer | None:
     """Return the layer that owns a state, if vLLM passes the tensor of ``kv_cache`` itself."""
-    owner: OneStateLayer | None = getattr(state, _OWNER, None)
+    owner: RecurrentLayer | None = getattr(state, _OWNER, None)
     return owner
 
 
 def subclass_of(model: Model) -> type:
     """Return our subclass of a model's layer class in vLLM."""
     vllm_layer = getattr(importlib.import_module(model.module), model.layer)
-    attributes = {"__module__": model.methods.__module__, "__doc__": OneStateLayer.__doc__}
-    return type(f"OneState{model.layer}", (model.methods, OneStateLayer, vllm_layer), attributes)
+    attributes = {"__module__": model.methods.__module__, "__doc__": RecurrentLayer.__doc__}
+    return type(f"Recurrent{model.layer}", (model.methods, RecurrentLayer, vllm_layer), attributes)
 
 
 def install(model: Model) -> None:
@@ -231,7 +231,7 @@ def _without_speculative_blocks(get: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = get(self, vllm_config)
-        return dataclasses.replace(spec, num_speculative_blocks=0) if has_one_state(vllm_config) else spec
+        return dataclasses.replace(spec, num_speculative_blocks=0) if uses_recurrent(vllm_config) else spec
 
     return get_kv_cache_spec
 

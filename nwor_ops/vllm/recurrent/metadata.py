@@ -33,7 +33,7 @@ from nwor_ops.vllm.step_listener import RecurrentListener
 
 
 @dataclass
-class OneStateMetadata(GDNAttentionMetadata):
+class RecurrentMetadata(GDNAttentionMetadata):
     """vLLM's metadata, and the plan for :func:`nwor_ops.gated_delta_verify`.
 
     Attributes:
@@ -56,25 +56,25 @@ class OneStateMetadata(GDNAttentionMetadata):
         """Whether every token of the batch belongs to a window."""
         return self.num_spec_decodes > 0 and self.num_prefills == 0 and self.num_decodes == 0
 
-    def with_plan(self, indices: Tensor | None, plan: Tensor | None, window_id: Tensor | None) -> OneStateMetadata:
+    def with_plan(self, indices: Tensor | None, plan: Tensor | None, window_id: Tensor | None) -> RecurrentMetadata:
         """Return a copy with a plan, and the state indices that are its first column.
 
         Each group of layers has one in every step. ``dataclasses.replace`` would take ten times as long.
         """
-        made = OneStateMetadata.__new__(OneStateMetadata)
+        made = RecurrentMetadata.__new__(RecurrentMetadata)
         made.__dict__.update(self.__dict__, spec_state_indices_tensor=indices, plan=plan, window_id=window_id)
         return made
 
 
-class OneStateBackend(GDNAttentionBackend):
+class RecurrentBackend(GDNAttentionBackend):
     """vLLM's attention back end with our metadata builder."""
 
     @staticmethod
     def get_builder_cls() -> type[GDNAttentionMetadataBuilder]:
-        return OneStateMetadataBuilder
+        return RecurrentMetadataBuilder
 
 
-class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
+class RecurrentMetadataBuilder(GDNAttentionMetadataBuilder):
     """Metadata builder of one KV-cache group. Call :meth:`bind` before the first batch.
 
     Attributes:
@@ -104,7 +104,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self.starts = torch.zeros(1, dtype=torch.int32, device=device)
         self.slots = torch.zeros(0, dtype=torch.int32, device=device)
         self._batch_slots = self.slots  # slot of each request of the last batch
-        self._metadata: OneStateMetadata | None = None  # of the last batch
+        self._metadata: RecurrentMetadata | None = None  # of the last batch
         self._has_planned = False
         self.steps = 0  # steps with windows, without warm-up and captures of graphs
         self.host_seconds = 0.0  # time of the host to plan and fold, also without these
@@ -127,7 +127,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         num_accepted_tokens: Tensor | None = None,
         num_decode_draft_tokens_cpu: Tensor | None = None,
         fast_build: bool = False,
-    ) -> OneStateMetadata:
+    ) -> RecurrentMetadata:
         slots = self._slots(common_attn_metadata.block_table_tensor)
         if self.num_spec == 0:
             is_decode = _decodes_of(common_attn_metadata)
@@ -144,7 +144,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             num_decode_draft_tokens_cpu,
             fast_build=fast_build,
         )
-        metadata = OneStateMetadata(
+        metadata = RecurrentMetadata(
             **vars(built),
             batch_kept=num_accepted_tokens,
             batch_ends=common_attn_metadata.seq_lens,
@@ -152,7 +152,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         )
         return self._planned(metadata, slots)
 
-    def _of_decodes(self, common: Any, decodes: int) -> OneStateMetadata:
+    def _of_decodes(self, common: Any, decodes: int) -> RecurrentMetadata:
         """Return the metadata of a batch with only windows of one token, without the plan.
 
         Args:
@@ -160,7 +160,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             decodes: number of windows.
         """
         rows = common.num_reqs
-        return OneStateMetadata(
+        return RecurrentMetadata(
             num_prefills=0,
             num_prefill_tokens=0,
             num_decodes=0,
@@ -179,8 +179,8 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
 
     def update_block_table(
         self, metadata: GDNAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
-    ) -> OneStateMetadata:
-        assert isinstance(metadata, OneStateMetadata)
+    ) -> RecurrentMetadata:
+        assert isinstance(metadata, RecurrentMetadata)
         slots = self._slots(blk_table)
         updated: Any = metadata
         if not metadata.is_windows_only:
@@ -249,7 +249,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             tokens = metadata.batch_starts.diff()[places]  # the first one is of the prompt, the others are drafts
             self._begin_chunk(slots.long(), metadata.batch_ends[places] - tokens + 1)
 
-    def _planned(self, metadata: OneStateMetadata, slots: Tensor) -> OneStateMetadata:
+    def _planned(self, metadata: RecurrentMetadata, slots: Tensor) -> RecurrentMetadata:
         """Plan the windows of a batch, and replace the state indices with the plan.
 
         Args:
@@ -262,7 +262,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self.host_seconds += time.perf_counter() - started
         return planned
 
-    def _plan_batch(self, metadata: OneStateMetadata, slots: Tensor) -> OneStateMetadata:
+    def _plan_batch(self, metadata: RecurrentMetadata, slots: Tensor) -> RecurrentMetadata:
         self._batch_slots, self._metadata = slots, metadata
         self._has_planned = False  # drop an earlier batch that no listener took: a graph's capture, a warm-up
         if not metadata.is_windows_only:
@@ -293,7 +293,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             indices = self._indices[rows] = self.plan[:rows, :1].expand(-1, self.num_spec + 1)
         return metadata.with_plan(indices, self.plan, self.window_id)
 
-    def _fold(self, metadata: OneStateMetadata, slots: Tensor) -> None:
+    def _fold(self, metadata: RecurrentMetadata, slots: Tensor) -> None:
         """Fold the blocks of requests whose tokens vLLM's kernels compute in this step.
 
         Rows may be pending from this request, because vLLM verifies a prompt chunk of one token like a draft. Or they
@@ -322,7 +322,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         if self.listener is not None:
             self.listener.began(self.group, slots)
 
-    def _notify_fold(self, metadata: OneStateMetadata, slots: Tensor, windows: Tensor | None) -> None:
+    def _notify_fold(self, metadata: RecurrentMetadata, slots: Tensor, windows: Tensor | None) -> None:
         assert self.listener is not None
         self.listener.overwritten(self.group, slots)
         plan, has_state = self._fold_plan[: slots.shape[0]], metadata.has_initial_state

@@ -29,34 +29,34 @@ from nwor_ops.vllm.recurrent.group import GroupLayers
 from nwor_ops.vllm.recurrent.models import model_of
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.recurrent.prefix_caching import AlignedStates
-from nwor_ops.vllm.recurrent.supported import has_one_state, problem_of
+from nwor_ops.vllm.recurrent.supported import problem_of, uses_recurrent
 from nwor_ops.vllm.step_listener import RecurrentListener
-from nwor_ops.vllm.support.features import ONE_STATE
-from nwor_ops.vllm.support.refusals import NOT_ONE_STATE, Unsupported
+from nwor_ops.vllm.support.features import RECURRENT
+from nwor_ops.vllm.support.refusals import UNKNOWN_LAYERS, Unsupported
 from nwor_ops.vllm.transaction.supported import is_recurrent
 
 _patches = Patches("recurrent: pages")
-_engines: weakref.WeakKeyDictionary[Any, OneState] = weakref.WeakKeyDictionary()
+_engines: weakref.WeakKeyDictionary[Any, RecurrentEngine] = weakref.WeakKeyDictionary()
 
 
-def one_states() -> list[OneState]:
+def recurrent_engines() -> list[RecurrentEngine]:
     """Return the states of the engines in this process. Engines in other processes are not included.
 
     Example:
         Here no engine runs.
 
-        >>> [state.form for state in nwor_ops.vllm.one_states()]
+        >>> [state.form for state in nwor_ops.vllm.recurrent_engines()]
         []
     """
     return list(_engines.values())
 
 
-def one_state_of(runner: Any) -> OneState | None:
+def recurrent_engine_of(runner: Any) -> RecurrentEngine | None:
     """Return the states of a runner's engine, or None if it has no single states."""
     return _engines.get(runner)
 
 
-class OneState:
+class RecurrentEngine:
     """The states of one engine.
 
     Args:
@@ -77,7 +77,7 @@ class OneState:
     Example:
         The plugin makes it when a cache is bound. Here no engine runs.
 
-        >>> [(state.num_layers, state.record_bytes) for state in nwor_ops.vllm.one_states()]
+        >>> [(state.num_layers, state.record_bytes) for state in nwor_ops.vllm.recurrent_engines()]
         []
     """
 
@@ -95,7 +95,7 @@ class OneState:
         from vllm.v1.kv_cache_interface import iter_layer_specs
 
         self.folds_tails = folds_tails
-        self.patches = patches or Patches(ONE_STATE)
+        self.patches = patches or Patches(RECURRENT)
         self.builders, self._skipped, self._aligned, self._owners = builders, skipped, aligned, owners
         self.listener: RecurrentListener | None = None
         self._slept: tuple[int, Tensor] | None = None  # steps and skipped requests when the engine went to sleep
@@ -134,9 +134,9 @@ class OneState:
             skipped: the value of :attr:`counter`.
         """
         return {
-            "one_state_steps": self.builders[0].steps,
-            "one_state_host_seconds": sum(builder.host_seconds for builder in self.builders),
-            "one_state_skipped_requests": skipped,
+            "recurrent_steps": self.builders[0].steps,
+            "recurrent_host_seconds": sum(builder.host_seconds for builder in self.builders),
+            "recurrent_skipped_requests": skipped,
         }
 
     @property
@@ -255,7 +255,7 @@ def add_records(model: Any) -> None:
             else:
                 dtypes = tuple(cls.get_mamba_state_dtype_from_config(vllm_config))
                 specs = (MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1),)
-            if not has_one_state(vllm_config):
+            if not uses_recurrent(vllm_config):
                 return specs
             geometry = RecordGeometry.of(vllm_config)
             return tuple(geometry.extend(spec) if tuple(spec.shapes) == shapes else spec for spec in specs)
@@ -282,7 +282,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     earlier = _engines.pop(runner, None)
     if earlier is not None:
         earlier.patches.undo()
-    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+    from nwor_ops.vllm.recurrent.metadata import RecurrentMetadataBuilder
 
     context, cache = runner.compilation_config.static_forward_context, runner.kv_cache_config
     geometry = RecordGeometry.of(vllm_config)
@@ -296,18 +296,18 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
             if all(type(context[name]).__name__ in without_record for name in group.layer_names):
                 continue
             builder = group.get_metadata_builder(0)
-            if not isinstance(builder, OneStateMetadataBuilder):
-                raise RuntimeError(f"nwor: {NOT_ONE_STATE.because(layers=', '.join(group.layer_names))}")
+            if not isinstance(builder, RecurrentMetadataBuilder):
+                raise RuntimeError(f"nwor: {UNKNOWN_LAYERS.because(layers=', '.join(group.layer_names))}")
             builder.bind(GroupLayers(cursors, [context[name] for name in group.layer_names]))
             builders.append(builder)
             tables.append(runner.block_tables.block_tables[number].gpu)
             numbers.append(number)
     if not builders:
-        raise RuntimeError(f"nwor: {NOT_ONE_STATE.because(layers='(none)')}")
+        raise RuntimeError(f"nwor: {UNKNOWN_LAYERS.because(layers='(none)')}")
     if profiling:
         return
     aligned = owners = None
-    patches = Patches(ONE_STATE)
+    patches = Patches(RECURRENT)
     if vllm_config.cache_config.mamba_cache_mode == "align":
         groups = [(builder.group, table) for builder, table in zip(builders, tables, strict=True)]
         aligned = _align(runner, groups, vllm_config.num_speculative_tokens, patches)
@@ -316,8 +316,10 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
         owners = BlockOwners(runner, numbers, cursors)
         owners.attach(patches)
     folds_tails = connected or vllm_config.cache_config.prefix_match_unit is not None
-    _engines[runner] = OneState(runner, builders, geometry, cursors.skipped, aligned, owners, folds_tails, patches)
-    metrics.publish(runner, _engines[runner], OneState.counts, lambda state: state.counter)
+    _engines[runner] = RecurrentEngine(
+        runner, builders, geometry, cursors.skipped, aligned, owners, folds_tails, patches
+    )
+    metrics.publish(runner, _engines[runner], RecurrentEngine.counts, lambda state: state.counter)
     logger.info("nwor: recurrent: active: %s", _engines[runner].describe())
 
 
@@ -338,7 +340,7 @@ def _align(runner: Any, groups: list[tuple[GroupLayers, Tensor]], drafts: int, p
 
 
 def following_forwards(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a patch of the V2 runner's ``execute_model`` that calls :meth:`OneState.after_forward`.
+    """Return a patch of the V2 runner's ``execute_model`` that calls :meth:`RecurrentEngine.after_forward`.
 
     It has an effect only in engines with one state per request.
     """

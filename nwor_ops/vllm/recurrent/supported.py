@@ -14,7 +14,7 @@ from nwor_ops.vllm.recurrent.models import model_of
 from nwor_ops.vllm.recurrent.models.model import LAYERS, Model
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.support.connectors import connectors_of
-from nwor_ops.vllm.support.features import CHUNK_CAPABILITIES, KEY_WIDTHS, ONE_STATE, VALUE_WIDTHS
+from nwor_ops.vllm.support.features import CHUNK_CAPABILITIES, KEY_WIDTHS, RECURRENT, VALUE_WIDTHS
 from nwor_ops.vllm.support.refusals import (
     CHUNK_FORM,
     STATE,
@@ -95,7 +95,7 @@ CONNECTOR_HOOKS = {
 }
 
 
-def check_one_state(geometry: Any, state_dtype: Any) -> None:
+def check_geometry(geometry: Any, state_dtype: Any) -> None:
     """Check that the kernel supports states of this shape and dtype.
 
     Args:
@@ -156,14 +156,14 @@ def check_registered(model: Model) -> None:
 def check_state_connectors(vllm_config: Any) -> None:
     """Check that the KV connectors of an engine read only complete recurrent states."""
     for name, connector in connectors_of(getattr(vllm_config, "kv_transfer_config", None)):
-        why = connector.refused or connector.one_state
+        why = connector.refused or connector.recurrent
         if why:
             raise STATE_CONNECTOR.because(name=name, why=why)
 
 
 def check_hooks(model: Model) -> None:
     """Check the version of vLLM and the hooks of a model."""
-    check_vllm((model.recurrence, *model.hooks, *_COMMON_HOOKS), ONE_STATE)
+    check_vllm((model.recurrence, *model.hooks, *_COMMON_HOOKS), RECURRENT)
 
 
 @functools.cache
@@ -189,10 +189,10 @@ def checks_of(vllm_config: Any) -> Iterator[Callable[[], None]]:
     it. :func:`check_hooks` and the compiled library are not among them, because they are the same for every
     configuration.
     """
-    yield lambda: check_engine(vllm_config, vllm_config.device_config.device_type, ONE_STATE)
+    yield lambda: check_engine(vllm_config, vllm_config.device_config.device_type, RECURRENT)
     model = model_of(vllm_config)
     yield lambda: check_state_connectors(vllm_config)
-    yield lambda: check_one_state(RecordGeometry.of(vllm_config), model.state_dtype(vllm_config))
+    yield lambda: check_geometry(RecordGeometry.of(vllm_config), model.state_dtype(vllm_config))
     if settings_of(vllm_config).chunk:
         yield lambda: check_chunk(vllm_config, RecordGeometry.of(vllm_config), _capability())
     yield lambda: check_registered(model)
@@ -215,6 +215,6 @@ def problem_of(vllm_config: Any) -> str | None:
         return str(error)
 
 
-def has_one_state(vllm_config: Any) -> bool:
+def uses_recurrent(vllm_config: Any) -> bool:
     """Return whether this configuration asks for one state per request and supports it."""
     return bool(settings_of(vllm_config).recurrent) and problem_of(vllm_config) is None

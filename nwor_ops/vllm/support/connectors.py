@@ -21,7 +21,7 @@ class Connector:
         loads_any_time: it may load rows while vLLM runs other requests. This is the default, also for custom
             connectors, unless vLLM's source rules it out. An audit reports unexpected rows as stray writes.
         refused: the reason that the transaction refuses the connector. Empty: it is supported.
-        one_state: the reason that an engine with one recurrent state per request refuses the connector. Empty: it is
+        recurrent: the reason that an engine with one recurrent state per request refuses the connector. Empty: it is
             supported. A supported connector exports only complete states. It reads them in a block with a cache key,
             or in the last block of a request that generates one token, after the forward of that step.
     """
@@ -32,7 +32,7 @@ class Connector:
     partial_tails: bool = False
     loads_any_time: bool = True
     refused: str = ""
-    one_state: str = ""
+    recurrent: str = ""
 
 
 _AT_THE_END = "after a request ends, by RDMA and not in stream order: its blocks, with the partial tail"
@@ -43,7 +43,7 @@ _NOT_HYBRID = "vLLM starts no hybrid model with it (it is not `SupportsHMA`)"
 CONNECTORS = {
     "ExampleConnector": Connector(
         "in attention: whole blocks of prompts", layer_wise=True, loads_any_time=False,
-        one_state=_NOT_HYBRID),
+        recurrent=_NOT_HYBRID),
     "MultiConnector": Connector(
         "as its inner connectors do; all of them must be supported", loads_any_time=False),
     "OffloadingConnector": Connector(
@@ -53,13 +53,13 @@ CONNECTORS = {
         "at `wait_for_save`, after an event: full blocks, at the end of a hybrid request a partial one"),
     "LMCacheMPConnector": Connector(
         "at `wait_for_save`, after an event: full chunks",
-        one_state="vLLM uses the class of the `lmcache` package if it is installed; that class was not reviewed"),
+        recurrent="vLLM uses the class of the `lmcache` package if it is installed; that class was not reviewed"),
     "LMCacheConnectorV1": Connector(
         "at `wait_for_save`, or in attention: full chunks", layer_wise=True, loads_any_time=False,
-        one_state=_NOT_HYBRID),
+        recurrent=_NOT_HYBRID),
     "MooncakeStoreConnector": Connector(
         "at `wait_for_save`, after an event: full blocks, for a hybrid model partial ones too", partial_tails=True),
-    "HF3FSKVConnector": Connector("at `wait_for_save`: full blocks", one_state=_NOT_HYBRID),
+    "HF3FSKVConnector": Connector("at `wait_for_save`: full blocks", recurrent=_NOT_HYBRID),
     "NixlConnector": _NIXL,
     "NixlPullConnector": _NIXL,
     "NixlPushConnector": _NIXL,
@@ -106,14 +106,14 @@ def connectors_of(kv_transfer: Any) -> Iterator[tuple[str, Connector]]:
         yield name, Connector("", refused="a custom spec does not declare when it reads the cache")
         return
     connector = CONNECTORS[name]
-    setting = _setting_without_one_state(name, kv_transfer.kv_connector_extra_config)
-    yield name, replace(connector, one_state=setting) if setting and not connector.one_state else connector
+    setting = _setting_without_recurrent(name, kv_transfer.kv_connector_extra_config)
+    yield name, replace(connector, recurrent=setting) if setting and not connector.recurrent else connector
     if name == "MultiConnector":
         for inner in kv_transfer.kv_connector_extra_config.get("connectors", ()):
             yield from connectors_of(inner)
 
 
-def _setting_without_one_state(name: str, extra: Mapping[str, Any]) -> str:
+def _setting_without_recurrent(name: str, extra: Mapping[str, Any]) -> str:
     """Return why one recurrent state per request refuses these settings of a vLLM connector, or an empty string."""
     if name == "OffloadingConnector":
         if extra.get("sync_load_budget_bytes"):
@@ -142,7 +142,7 @@ def _own_connector(kv_transfer: Any) -> Connector:
             f"{COMPLETE_STATES} = True"
         )
         complete = getattr(connector_class, COMPLETE_STATES, False)
-        return Connector("in order, as the class declares", layer_wise=True, one_state="" if complete else unknown)
+        return Connector("in order, as the class declares", layer_wise=True, recurrent="" if complete else unknown)
     return Connector(
         "",
         refused=f"it does not declare when it reads the cache; a class that reads in order sets {IN_ORDER} = True",

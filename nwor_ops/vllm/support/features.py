@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 # The features: the transaction (modes cow and stage), draft graphs, and one recurrent state per request.
-TRANSACTION, DRAFT_GRAPHS, ONE_STATE = "transaction", "draft graphs", "one state"
+TRANSACTION, DRAFT_GRAPHS, RECURRENT = "transaction", "draft graphs", "recurrent"
 DRAFT_VOCABULARY = "draft vocabulary"
 LABELS = {  # of nwor_info
     TRANSACTION: "transaction",
     DRAFT_GRAPHS: "draft_graphs",
-    ONE_STATE: "recurrent",
+    RECURRENT: "recurrent",
     DRAFT_VOCABULARY: "draft_vocabulary",
 }
 NO_SPECULATION = "the engine does not speculate"
 SUPPORTED_VERSIONS = {TRANSACTION: ("0.32", "0.33")} | dict.fromkeys(
-    (DRAFT_GRAPHS, ONE_STATE, DRAFT_VOCABULARY), ("0.33",)
+    (DRAFT_GRAPHS, RECURRENT, DRAFT_VOCABULARY), ("0.33",)
 )
-DEVICES = {TRANSACTION: ("cpu", "cuda"), DRAFT_GRAPHS: ("cuda",), ONE_STATE: ("cuda",), DRAFT_VOCABULARY: ("cuda",)}
+DEVICES = {TRANSACTION: ("cpu", "cuda"), DRAFT_GRAPHS: ("cuda",), RECURRENT: ("cuda",), DRAFT_VOCABULARY: ("cuda",)}
 # Draft graphs: supported methods by model runner. For the transaction, see runners/base.py (drafters) and
 # layers/back_ends.py (attention).
 DRAFT_METHODS = {"V2": ("draft_model",), "V1": ("draft_model", "eagle", "eagle3", "mtp")}

@@ -22,7 +22,7 @@ from nwor_ops.vllm.support.features import (
     DRAFT_VOCABULARY,
     FUSED_MLA_WRITER,
     KEY_WIDTHS,
-    ONE_STATE,
+    RECURRENT,
     TRANSACTION,
     VALUE_WIDTHS,
 )
@@ -74,7 +74,7 @@ class Refusal:
 
     Attributes:
         feature: the configuration, as docs/reference/support.md names it.
-        transaction, draft_graphs, one_state, draft_vocabulary: the reason that this feature refuses it. Empty: the
+        transaction, draft_graphs, recurrent, draft_vocabulary: the reason that this feature refuses it. Empty: the
             feature allows it.
         found: tells whether a vLLM configuration has it. None: it is only visible later, in layers, groups or device.
         message: format string of the error message. Empty: the message is ``feature`` and the reason.
@@ -90,7 +90,7 @@ class Refusal:
     message: str = ""
     modes: tuple[str, ...] = MODES
     engines: str = ""
-    one_state: str = ""
+    recurrent: str = ""
     draft_vocabulary: str = ""
     change: str = ""
 
@@ -99,14 +99,14 @@ class Refusal:
         return {
             TRANSACTION: self.transaction,
             DRAFT_GRAPHS: self.draft_graphs,
-            ONE_STATE: self.one_state,
+            RECURRENT: self.recurrent,
             DRAFT_VOCABULARY: self.draft_vocabulary,
         }[use]
 
     def reasons(self) -> str:
         """Return all reasons in one line, with the modes and engines that each applies to."""
         modes = ", ".join(filter(None, [*self.modes, self.engines]))
-        by_use = {use: self.why(use) for use in (TRANSACTION, DRAFT_GRAPHS, ONE_STATE, DRAFT_VOCABULARY)}
+        by_use = {use: self.why(use) for use in (TRANSACTION, DRAFT_GRAPHS, RECURRENT, DRAFT_VOCABULARY)}
         return "; ".join(f"{modes if use == TRANSACTION else use}: {why}" for use, why in by_use.items() if why)
 
     def because(self, **values: Any) -> Unsupported:
@@ -141,7 +141,7 @@ _in_stages = _has(_PARALLEL + "pipeline_parallel_size", above=1)
 DEVICE = Refusal(
     "a device other than cpu and cuda; for draft graphs and one state, than cuda",
     "only cpu and cuda are supported", "CUDA graphs need CUDA", message="device {device}: {why}",
-    one_state="it uses vLLM's CUDA kernels")
+    recurrent="it uses vLLM's CUDA kernels")
 METHOD = Refusal(
     "speculation with another method than " + ", ".join(f"{', '.join(names)} ({runner})" for runner, names in
     DRAFT_METHODS.items()),
@@ -231,7 +231,7 @@ DRAFTER = Refusal(
     change="--speculative-config")
 OTHER_MODEL = Refusal(
     "a model that is not listed above for one recurrent state",
-    one_state="they have not been tried, or their recurrent layers use other kernels",
+    recurrent="they have not been tried, or their recurrent layers use other kernels",
     message="recurrent: model {architecture} has not been tried, or its recurrent layers use other "
     "kernels; supported are {supported}")
 DRAFT_METHOD = Refusal(
@@ -244,28 +244,28 @@ HEAD = Refusal(
     "(EAGLE-3, DSpark, DFlash)",
     draft_vocabulary="its rows cannot be copied, or do not belong to the target's tokens",
     message="the drafter's logits cannot be computed from copied rows: {what}", engines="runner V2")
-NOT_ONE_STATE = Refusal(
+UNKNOWN_LAYERS = Refusal(
     "recurrent layers other than vLLM's Gated DeltaNet for Qwen and OLMo hybrid, and KDA for Kimi Linear, "
     "GLM-5.3-Flash and Bailing V3 (for example Mamba, other short convolutions)",
-    one_state="they use other kernels",
+    recurrent="they use other kernels",
     message="recurrent: only for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen or "
     "OLMo hybrid, or KDA for Kimi Linear, GLM-5.3-Flash or Bailing V3, not for layers {layers}")
 TAKEN_CLASS = Refusal(
     "another plugin's class in place of vLLM's Gated DeltaNet for Qwen or OLMo hybrid, or KDA for Kimi Linear, "
     "GLM-5.3-Flash or Bailing V3",
-    one_state="vLLM's registry holds one class per layer",
+    recurrent="vLLM's registry holds one class per layer",
     message="recurrent: {registered} is registered in place of {layer}")
 STATE = Refusal(
     f"recurrent states with other head widths than {', '.join(map(str, KEY_WIDTHS))} (keys) and "
     f"{', '.join(map(str, VALUE_WIDTHS))} (values), float16 states, windows of more than 32 tokens, float32 keys",
-    one_state="the kernel does not support them",
+    recurrent="the kernel does not support them",
     message="recurrent: {what}",
     change='--mamba-ssm-cache-dtype, "num_speculative_tokens" in --speculative-config')
 CHUNK_FORM = Refusal(
     "`VLLM_NWOR_RECURRENT=chunk` with a decay per channel (KDA), heads other than 128 wide, another `dtype` than "
     "bfloat16, windows of more than 8 tokens, GPUs of another compute capability than "
     f"{', '.join(f'{major}.{minor}' for major, minor in CHUNK_CAPABILITIES)}, blocks that are no multiple of 16",
-    one_state="the kernel of the chunk form does not support them",
+    recurrent="the kernel of the chunk form does not support them",
     message="VLLM_NWOR_RECURRENT=chunk: {what}; VLLM_NWOR_RECURRENT=exact supports it",
     change="VLLM_NWOR_RECURRENT=exact")
 GRAPH_MODE = Refusal(
@@ -300,7 +300,7 @@ PARTIAL_TAILS = Refusal(
     change="VLLM_NWOR_MODE=stage, or --kv-transfer-config")
 STATE_CONNECTOR = Refusal(
     "KV connectors, and settings of connectors, that the table of connectors refuses for one recurrent state",
-    one_state="they would read a state whose last window is pending, or are untested: the table gives the reason",
+    recurrent="they would read a state whose last window is pending, or are untested: the table gives the reason",
     message="recurrent with KV connector {name}: {why}",
     change="--kv-transfer-config")
 EXPORTED_TABLE = Refusal(
@@ -321,7 +321,7 @@ REFUSALS = (
             found=lambda config: _in_stages(config) and not getattr(config, "use_v2_model_runner", False),
         change="--pipeline-parallel-size 1"),
     Refusal(_PIPELINE, "a rank before the last learns only in a later step which drafts were accepted, and a shadow "
-            "page serves one step", _NOT_TRIED, _in_stages, one_state=_NOT_TRIED,
+            "page serves one step", _NOT_TRIED, _in_stages, recurrent=_NOT_TRIED,
             draft_vocabulary=_NOT_TRIED,
             modes=("stage",),
         change="--pipeline-parallel-size 1"),
@@ -336,46 +336,46 @@ REFUSALS = (
     HYBRID_PIPELINE,
     Refusal("prefill context parallelism", "its slot mappings are computed inside the forward",
             "its batches are split on the host", _has(_PARALLEL + "prefill_context_parallel_size", above=1),
-            one_state=_NOT_TRIED, draft_vocabulary="a rank sees a part of the step's tokens",
+            recurrent=_NOT_TRIED, draft_vocabulary="a rank sees a part of the step's tokens",
         change="--prefill-context-parallel-size 1"),
     Refusal("decode context parallelism",
             "with drafts, vanilla vLLM 0.33 generates wrong tokens (FLASH_ATTN, FLASH_ATTN_MLA), so there is no "
             "reference to compare with", "attention metadata is planned on the host",
-            _has(_PARALLEL + "decode_context_parallel_size", above=1), one_state=_NOT_TRIED,
+            _has(_PARALLEL + "decode_context_parallel_size", above=1), recurrent=_NOT_TRIED,
         change="--decode-context-parallel-size 1"),
     # With a dense target, each rank is a separate engine of data-parallel size 1.
     Refusal("data parallelism of a model with experts", _NOT_TRIED, "in vanilla vLLM 0.33 the drafter of runner V2 "
             "stops with an assertion, because its forward gets the target's token counts of all ranks; in V1 all ranks "
             "agree on the size of each draft pass on the host",
-            _has(_PARALLEL + "data_parallel_size", above=1), one_state=_NOT_TRIED,
+            _has(_PARALLEL + "data_parallel_size", above=1), recurrent=_NOT_TRIED,
         change="--data-parallel-size 1"),
     Refusal("dual batch overlap", "vLLM's runner V2 does not support it with speculation; in V1, which needs data "
             "parallelism of experts with DeepEP or NIXL for it, it has not been tried", _NOT_TRIED,
-            _has(_PARALLEL + "use_ubatching"), one_state=_NOT_TRIED,
+            _has(_PARALLEL + "use_ubatching"), recurrent=_NOT_TRIED,
         change="without --enable-dbo"),
     Refusal("adaptive verification", "", "the number of drafts per request is known only on the device",
             _has("speculative_config.enable_adaptive_verification"),
         change='"enable_adaptive_verification": false in --speculative-config'),
     Refusal("model runner V1", "", "", lambda config: not config.use_v2_model_runner,
-            one_state="it builds batches and copies states between blocks in another way",
+            recurrent="it builds batches and copies states between blocks in another way",
             draft_vocabulary="its drafters sample in other code",
         change="VLLM_USE_V2_MODEL_RUNNER=1"),
     OTHER_MODEL,
     Refusal("Kimi Linear with Kimi K3's gate (`use_full_rank_gate`)", "", "", _has_other_gate,
-            one_state="vLLM then creates Kimi K3's layer, which is another class"),
+            recurrent="vLLM then creates Kimi K3's layer, which is another class"),
     Refusal("`--use-replayssm`", "", "", _has("cache_config.use_replayssm"),
-            one_state="vLLM then keeps one state per request itself",
+            recurrent="vLLM then keeps one state per request itself",
         change="without --use-replayssm"),
     # Without a draft model, `draft_model_config` is the target's configuration.
     Refusal("a draft model with recurrent layers", "", "",
             lambda config: config.speculative_config is not None
             and config.speculative_config.method == "draft_model"
-            and config.speculative_config.draft_model_config.is_hybrid, one_state=_NOT_TRIED,
+            and config.speculative_config.draft_model_config.is_hybrid, recurrent=_NOT_TRIED,
         change='"model" in --speculative-config'),
     Refusal("HiSparse", "it writes to its own slots", found=_has("attention_config.hisparse_config"), engines=_CUDA,
         change="--attention-config"),
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, OTHER_SIZE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER,
-    SPLIT_BLOCKS, COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, DRAFT_METHOD, HEAD, NOT_ONE_STATE, TAKEN_CLASS,
+    SPLIT_BLOCKS, COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, DRAFT_METHOD, HEAD, UNKNOWN_LAYERS, TAKEN_CLASS,
     STATE, CHUNK_FORM,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
             draft_graphs="TRITON_MLA, FlashMLA and CUTLASS MLA treat the first pass as a prompt, whose context vLLM "

@@ -18,8 +18,8 @@ from gpu_cases import (
     GRAPHED_COW,
     NGRAM,
     NUM_SHADOW,
-    ONE_STATE_RANKS,
     PLAIN_ALL_REDUCE,
+    RECURRENT_RANKS,
     ROWS,
     STAGE,
     V1,
@@ -249,20 +249,20 @@ def test_refused_parallel_modes(refusal: Refusal, engines: Any, record: dict[str
     assert refusal.because in refused(refusal, engines, record)
 
 
-@pytest.mark.parametrize("case", ONE_STATE_RANKS, ids=lambda case: case.name)
-def test_one_state_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", RECURRENT_RANKS, ids=lambda case: case.name)
+def test_recurrent_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
     """Both ranks plan the same windows, and each compares the states of its heads."""
     vanilla, ours = engines.start_case(case)
     result = ours.result()
     _note(record, case, result)
     workers = finished(result)["workers"]
     assert len(workers) == 2
-    assert workers[0]["one_state"] == workers[1]["one_state"]
+    assert workers[0]["recurrent"] == workers[1]["recurrent"]
     for worker in workers:
-        assert worker["one_state"], f"that engine keeps one state per draft token; it logged {result['said']}"
-        [state], [session] = worker["one_state"], worker["sessions"]
+        assert worker["recurrent"], f"that engine keeps one state per draft token; it logged {result['said']}"
+        [state], [session] = worker["recurrent"], worker["sessions"]
         audit = state["audit"]
-        record |= {"one_state": state["describe"], **audit}
+        record |= {"recurrent": state["describe"], **audit}
         assert worker["kv_cache_groups"] == case.expect["kv_cache_groups"]
         assert audit["states_compared"] > 0
         assert audit["windows"] < audit["rows_reapplied"] < 4 * audit["windows"]

@@ -115,7 +115,7 @@ def test_audited(feature: str, servers: dict[tuple[str, str], Server], engines: 
     if feature == "mode":
         assert found["nwor_rejected_tokens_total"] > 0
     if feature == "recurrent":
-        assert found["nwor_one_state_steps_total"] > 0
+        assert found["nwor_recurrent_steps_total"] > 0
 
 
 @pytest.mark.parametrize("feature", list(MODELS))
@@ -134,5 +134,5 @@ def test_readme_commands_exactly_as_written(feature: str, engines: Any, record: 
     record["differ"] = differing(answers[: len(asked)], answers[len(asked) :])
     assert found["vllm:spec_decode_num_accepted_tokens_total"] > 0
     assert found["vllm:prefix_cache_hits_total"] > 0
-    counted = {"mode": "windows", "recurrent": "one_state_steps", "draft_graphs": "draft_graph_replays"}[feature]
+    counted = {"mode": "windows", "recurrent": "recurrent_steps", "draft_graphs": "draft_graph_replays"}[feature]
     assert any(name.startswith(f"nwor_{counted}") and value > 0 for name, value in found.items()), sorted(record)

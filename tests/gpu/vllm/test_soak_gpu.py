@@ -62,7 +62,7 @@ def test_soak(found: dict[str, dict[str, Any]], record: dict[str, Any]) -> None:
     record |= recorded(result)
     record["answers_differ"] = result["answers_differ"]
     assert soak.problems(result) == []
-    assert result["totals"]["nwor_one_state_steps_total"] > 0
+    assert result["totals"]["nwor_recurrent_steps_total"] > 0
     assert result["answers_differ"] <= MAY_DIFFER
 
 

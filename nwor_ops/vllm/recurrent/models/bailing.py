@@ -45,7 +45,7 @@ class BailingMethods(LayerMethods):
     def owner_of(state: Tensor) -> BailingMethods | None:
         """Return the layer that runs, if this is its state and it has a record."""
         layer = _running
-        return layer if layer is not None and layer.one_state and state.data_ptr() == layer._state_address else None
+        return layer if layer is not None and layer.recurrent and state.data_ptr() == layer._state_address else None
 
     def recurrence(self, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Tensor:
         """Verify the windows of a batch."""

@@ -33,7 +33,7 @@ class LayerMethods:
     """Methods that our subclass of a vLLM layer adds.
 
     The subclass is created when it is installed: its bases are this class,
-    :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer` and vLLM's class.
+    :class:`~nwor_ops.vllm.recurrent.layer.RecurrentLayer` and vLLM's class.
 
     Attributes:
         recurrence: verifies the windows of a batch in place of vLLM's function: takes the arguments of that function by

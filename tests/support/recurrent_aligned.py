@@ -1,9 +1,9 @@
-"""Compare one state with vLLM's K + 1 states under prefix caching, on random batches. Run by test_one_state.py:
+"""Compare one state with vLLM's K + 1 states under prefix caching, on random batches. Run by test_recurrent_engine.py:
 
-    TRITON_INTERPRET=1 python one_state_aligned.py aligned
-    TRITON_INTERPRET=1 python one_state_aligned.py checkpoints
+    TRITON_INTERPRET=1 python recurrent_aligned.py aligned
+    TRITON_INTERPRET=1 python recurrent_aligned.py checkpoints
 
-As in one_state_layers.py, the layers and builders are real. States move from block to block as requests grow. Requests
+As in recurrent_layers.py, the layers and builders are real. States move from block to block as requests grow. Requests
 begin with states that other requests left, and new requests get blocks with old data. On the side of vLLM its kernels
 and its context copy the states. On our side they copy the rows of the convolution.
 
@@ -24,9 +24,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import one_state_layers
+import recurrent_layers
 import torch
-from one_state_layers import (
+from recurrent_layers import (
     CLOSE,
     GROUPS,
     Batch,
@@ -71,7 +71,7 @@ class AlignedSide(Side):
         )
         layers = {layer.prefix: layer for layer in self.layers}
         self.context.initialize_from_forward_context(cache, layers, copies, self.tables)
-        if self.one_state:
+        if self.recurrent:
             groups = [(builder.group, table) for builder, table in zip(self.builders, self.tables, strict=True)]
             self.aligned = AlignedStates(self.context, groups, config.num_speculative_tokens, Patches("test"))
 
@@ -94,7 +94,7 @@ class AlignedSide(Side):
 
         count = len(rows)
         self._batch_rows = rows
-        if self.one_state:
+        if self.recurrent:
             self.aligned.look_at(
                 SimpleNamespace(
                     num_reqs=count,
@@ -138,7 +138,7 @@ class CheckpointSide(AlignedSide):
         self.stale = 0
         for builder in self.builders:  # of 0.33
             builder.gdn_prefill_backend, builder.plan_flashinfer_checkpoints = "flashinfer", HAS_PLAN
-        if self.one_state:
+        if self.recurrent:
             runner = SimpleNamespace(
                 vllm_config=SimpleNamespace(kv_transfer_config=None), req_states=SimpleNamespace(req_id_to_index={}),
                 block_tables=SimpleNamespace(num_blocks=SimpleNamespace(np=None)),
@@ -148,10 +148,10 @@ class CheckpointSide(AlignedSide):
             # The scheduler assigns blocks as a request grows. The other columns hold the null block.
             self.given = [torch.zeros_like(table) for table in self.tables]
 
-    def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
+    def _layer(self, config: Any, name: str, recurrent: bool, weights: dict[str, Tensor]) -> Any:
         from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointExporter
 
-        layer = super()._layer(config, name, one_state, weights)
+        layer = super()._layer(config, name, recurrent, weights)
         block, get_spec = config.cache_config.mamba_block_size, layer.get_kv_cache_spec
         layer._exports_checkpoints = False  # 0.33 would ask all layers of the model; the spec is extended here
         layer.get_kv_cache_spec = lambda config: dataclasses.replace(
@@ -161,7 +161,7 @@ class CheckpointSide(AlignedSide):
         if HAS_PLAN:
             shape = (COLUMNS * ROWS, *layer.get_state_shape()[1])
             layer._checkpoint_buffer_spec = (shape, torch.float32)
-            layer._checkpoint_exporter = MambaPrefillCheckpointExporter(state_len=one_state_layers.CONVOLUTION - 1)
+            layer._checkpoint_exporter = MambaPrefillCheckpointExporter(state_len=recurrent_layers.CONVOLUTION - 1)
         return layer
 
     def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:
@@ -174,7 +174,7 @@ class CheckpointSide(AlignedSide):
 
     def admit(self, row: int, shared: int) -> None:
         super().admit(row, shared)
-        if self.one_state:
+        if self.recurrent:
             for table, given in zip(self.tables, self.given, strict=True):
                 given[row] = 0
                 given[row, :shared] = table[row, :shared]
@@ -183,7 +183,7 @@ class CheckpointSide(AlignedSide):
 
     def grow(self, row: int, columns: list[int], is_checkpoint: bool) -> None:
         """Give a request the blocks of these columns of the table, as vLLM's manager does for a step."""
-        if not self.one_state:
+        if not self.recurrent:
             return
         blocks: list[list[int]] = []
         for table, given in zip(self.tables, self.given, strict=True):
@@ -206,7 +206,7 @@ class CheckpointSide(AlignedSide):
         self.owners.update_requests(lambda output: None, output)
 
     def block_table(self, group: int, batch: Batch, blocks: Any) -> Tensor:
-        return (self.given if self.one_state else self.tables)[group][self._batch_rows.long()]
+        return (self.given if self.recurrent else self.tables)[group][self._batch_rows.long()]
 
 
 # ---------------------------------------------------------------- replacement of FlashInfer's prefill
@@ -219,7 +219,7 @@ def emitting(layer: Any) -> Any:
 
     def compute(q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor, cu_seqlens: Tensor, **rest: Any) -> Any:
         layer.states = all_states(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, **rest)
-        return one_state_layers.chunked(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, **rest)
+        return recurrent_layers.chunked(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, **rest)
 
     return compute
 
@@ -232,7 +232,7 @@ def all_states(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial
         state, states = initial_state[sequence : sequence + 1], []
         for token in range(start, end):
             one = [part[:, token : token + 1] for part in (q, k, v, g, beta)]
-            _, state = one_state_layers.chunked(*one, initial_state=state, cu_seqlens=torch.tensor([0, 1]))
+            _, state = recurrent_layers.chunked(*one, initial_state=state, cu_seqlens=torch.tensor([0, 1]))
             states.append(state[0])
         found.append(torch.stack(states) if states else initial_state[:0])
     return found
@@ -248,7 +248,7 @@ def export(layer: Any, metadata: Any, mixed_qkv: Tensor) -> None:
         [states[max(offset - 1, 0)] for states, offset in zip(layer.states, checkpoint.offsets, strict=True)]
     )
     tokens = metadata.non_spec_token_indx
-    FlashKDAPrefillCheckpointExporter(state_len=one_state_layers.CONVOLUTION - 1).export(
+    FlashKDAPrefillCheckpointExporter(state_len=recurrent_layers.CONVOLUTION - 1).export(
         checkpoint,
         raw_qkv=mixed_qkv if tokens is None else mixed_qkv.index_select(0, tokens),
         conv_state=conv if is_conv_state_dim_first() else conv.transpose(-1, -2),
@@ -256,7 +256,7 @@ def export(layer: Any, metadata: Any, mixed_qkv: Tensor) -> None:
         recurrent_state=state,
         cu_seqlens=metadata.non_spec_query_start_loc,
     )
-    if layer.one_state and layer.listener is not None:  # 0.33's exporter tells it
+    if layer.recurrent and layer.listener is not None:  # 0.33's exporter tells it
         layer.listener.exported(layer, checkpoint, emitted, None)
 
 
@@ -271,7 +271,7 @@ def fi_chunked(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, state_che
         emitted = states[checkpoint_every_n_tokens - 1 :: checkpoint_every_n_tokens]
         assert len(emitted) == end - start
         state_checkpoints[start:end] = emitted
-    return one_state_layers.chunked(q, k, v, cu_seqlens=cu_seqlens, **rest)
+    return recurrent_layers.chunked(q, k, v, cu_seqlens=cu_seqlens, **rest)
 
 
 def take_any_mask() -> None:
@@ -371,7 +371,7 @@ def run(checkpoints: bool, most_drafts: int, chunk: bool) -> dict[str, Any]:
     from nwor_ops.vllm.audit.recurrent import StateAudit
 
     chance, generator = random.Random(11), torch.Generator().manual_seed(11)
-    one_state_layers.ROWS, one_state_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + most_drafts)
+    recurrent_layers.ROWS, recurrent_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + most_drafts)
     config = configuration(False, torch.float32, drafts=most_drafts, chunk=chunk)
     block = 64 if checkpoints and HAS_PLAN else 16 if chunk else 8
     for name in ("mamba_block_size", "hash_block_size", "cache_hit_alignment_tokens"):
@@ -452,7 +452,7 @@ def run(checkpoints: bool, most_drafts: int, chunk: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if any("-chunk" in case for case in sys.argv):
-        one_state_layers.use_wide_heads()
+        recurrent_layers.use_wide_heads()
     prepare_vllm()
     prepare_copies()
     for case in sys.argv[1:] or ("aligned", "aligned-nodrafts", "checkpoints"):

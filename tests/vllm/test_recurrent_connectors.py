@@ -20,14 +20,14 @@ from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.support.connectors import CONNECTORS
 
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
-LAYOUT = f"one-state-4x{GEOMETRY.num_bytes}"
+LAYOUT = f"recurrent-4x{GEOMETRY.num_bytes}"
 
 
 # ---------------------------------------------------------------- exports and loads
 
 
 def outcome(missing: str) -> dict[str, Any]:
-    lines = interpreted("one_state_connectors.py", missing, timeout=900).splitlines()
+    lines = interpreted("recurrent_connectors.py", missing, timeout=900).splitlines()
     [said] = [json.loads(line.removeprefix(missing)) for line in lines if line.startswith(f"{missing} ")]
     return said
 
@@ -65,7 +65,7 @@ def test_what_is_wrong_without(missing: str, said: str) -> None:
 @pytest.fixture
 def layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Configurations with ``rows`` have one state per request; a window of theirs has so many tokens."""
-    monkeypatch.setattr(connectors, "has_one_state", lambda config: config.rows > 0)
+    monkeypatch.setattr(connectors, "uses_recurrent", lambda config: config.rows > 0)
     monkeypatch.setattr(RecordGeometry, "of", lambda config: replace(GEOMETRY, rows=config.rows))
 
 
@@ -80,7 +80,7 @@ def wrapped(connector: str, **contents: Any) -> Any:
 
 def test_each_sharing_connector_has_a_hook() -> None:
     assert {hook.module for hook in supported.CONNECTOR_HOOKS.values()} == set(connectors.PATCHES)
-    assert {name for name in supported.CONNECTOR_HOOKS if CONNECTORS[name].one_state} == set()
+    assert {name for name in supported.CONNECTOR_HOOKS if CONNECTORS[name].recurrent} == set()
     for hook in supported.CONNECTOR_HOOKS.values():
         assert hook.problem() is None
 

@@ -6,21 +6,21 @@ import re
 from typing import Any
 
 import pytest
-from gpu_cases import ONE_STATE_CASES, ONE_STATE_REFUSALS, Case, Refusal
-from gpu_engine_checks import assert_same_tokens, check_one_state, finished, note, refused
+from gpu_cases import RECURRENT_CASES, RECURRENT_REFUSALS, Case, Refusal
+from gpu_engine_checks import assert_same_tokens, check_recurrent, finished, note, refused
 
 
-@pytest.mark.parametrize("case", ONE_STATE_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", RECURRENT_CASES, ids=lambda case: case.name)
 def test_same_output_and_states(case: Case, engines: Any, record: dict[str, Any]) -> None:
     vanilla, ours = engines.start_case(case)
     result = ours.result()
     note(record, case, result)
-    check_one_state(case, result, record)
+    check_recurrent(case, result, record)
     if vanilla is not None:
         assert_same_tokens(result, finished(vanilla.result()), case.may_differ)
 
 
-@pytest.mark.parametrize("refusal", ONE_STATE_REFUSALS, ids=lambda refusal: refusal.name)
+@pytest.mark.parametrize("refusal", RECURRENT_REFUSALS, ids=lambda refusal: refusal.name)
 def test_refused_at_start_up(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
     said = refused(refusal, engines, record)
     assert re.search(refusal.because, said), said

@@ -1,9 +1,9 @@
 """Exports and loads of one recurrent state per request, at each moment at which vLLM's KV connectors touch pages.
-Run by test_one_state_connectors.py:
+Run by test_recurrent_connectors.py:
 
-    TRITON_INTERPRET=1 python one_state_connectors.py
+    TRITON_INTERPRET=1 python recurrent_connectors.py
 
-Three engines of one_state_aligned.py run the same requests: with drafts, without drafts, and one that continues from
+Three engines of recurrent_aligned.py run the same requests: with drafts, without drafts, and one that continues from
 loaded pages. The inputs of a token depend only on its request and position, and no kernel here mixes requests. So every
 exported state must have the bits of the engine without drafts.
 
@@ -21,10 +21,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import one_state_layers
+import recurrent_layers
 import torch
-from one_state_aligned import COLUMNS, ROWS, AlignedSide
-from one_state_layers import CONVOLUTION, GROUPS, Batch, K, configuration, normal_inputs, prepare_vllm, weights_of
+from recurrent_aligned import COLUMNS, ROWS, AlignedSide
+from recurrent_layers import CONVOLUTION, GROUPS, Batch, K, configuration, normal_inputs, prepare_vllm, weights_of
 from torch import Tensor
 
 from nwor_ops.vllm.audit.cache import AuditError
@@ -107,7 +107,7 @@ class Engine:
         """Return all bytes of a page, as a store copies them."""
         states = self.side.layers[group].kv_cache[0]
         pages = torch.empty(0, dtype=torch.int8).set_(states.untyped_storage())
-        return pages.view(one_state_layers.BLOCKS, -1)[block]
+        return pages.view(recurrent_layers.BLOCKS, -1)[block]
 
     def state(self, row: int, column: int) -> list[Tensor]:
         """Return convolution and state of each group, as a transfer between engines copies them."""
@@ -272,7 +272,7 @@ def run_to(engine: Engine, exporter: Exporter, length: int, folds_tails: bool = 
 
 
 def setting() -> tuple[Any, Any]:
-    one_state_layers.ROWS, one_state_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + K)
+    recurrent_layers.ROWS, recurrent_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + K)
     config = configuration(False, torch.float32)
     config.cache_config.mamba_cache_mode = "align"
     for name in ("mamba_block_size", "hash_block_size", "cache_hit_alignment_tokens"):

@@ -1,6 +1,6 @@
-"""Compare vLLM's recurrent layers of other models with ours, like one_state_layers.py. Run by test_one_state.py:
+"""Compare vLLM's recurrent layers of other models with ours, like recurrent_layers.py. Run by test_recurrent_engine.py:
 
-    TRITON_INTERPRET=1 python one_state_models.py kimi-graphs
+    TRITON_INTERPRET=1 python recurrent_models.py kimi-graphs
 
 - Kimi Linear, GLM-5.3-Flash and Bailing V3 have KDA: a decay for each channel of a key. GLM's decays are bounded. In
   Bailing V3 vLLM computes decays and betas before its kernel.
@@ -18,10 +18,10 @@ import types
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import one_state_layers
+import recurrent_layers
 import torch
 from interpreter import use_interpreter
-from one_state_layers import (
+from recurrent_layers import (
     CONVOLUTION,
     GROUPS,
     KEY_HEADS,
@@ -76,14 +76,14 @@ class ModelSide(Side):
         """Replace what the interpreter cannot run, and install our layers."""
         raise NotImplementedError
 
-    def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Any]) -> Any:
+    def _layer(self, config: Any, name: str, recurrent: bool, weights: dict[str, Any]) -> Any:
         model = model_named(self.model)
         kind: Any = getattr(importlib.import_module(model.module), model.layer)
         layer = kind.__new__(kind)
         torch.nn.Module.__init__(layer)
         ranks, drafts = config.parallel_config.tensor_parallel_size, config.num_speculative_tokens
         given = {
-            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_spec": drafts,
+            "recurrent": recurrent, "prefix": name, "tp_size": ranks, "num_spec": drafts,
             "num_speculative_tokens": drafts, "model_config": config.model_config, "cache_config": config.cache_config,
         }  # fmt: skip
         return furnished(layer, given | self.attributes(ranks) | weights, config)
@@ -375,7 +375,7 @@ class Olmo(ModelSide):
 
         def chunked(*, q: Tensor, k: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
             query, key = (x.float() / (x.float().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-            return one_state_layers.chunked(query, key, **given)
+            return recurrent_layers.chunked(query, key, **given)
 
         use_exponentials(fused_recurrent)
         kernel = fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel

@@ -1,7 +1,7 @@
 """One recurrent state per request: our classes compared with vLLM's, the layout of a page, and the supported engines.
 
 vLLM's CPU engine has only the V1 runner, and another kernel for these layers that needs a state for each draft token.
-So layers and metadata run without an engine here (one_state_layers.py); tests/gpu/vllm runs engines.
+So layers and metadata run without an engine here (recurrent_layers.py); tests/gpu/vllm runs engines.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import pytest
 import torch
 from draft_configs import with_settings
 from engines import Engines, model_folder, prompts
-from one_state_layers import Launches
 from processes import interpreted
+from recurrent_layers import Launches
 from tiny_models import write_models
 from torch import Tensor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
@@ -43,10 +43,10 @@ from nwor_ops.vllm.recurrent.block_reuse import BlockOwners
 from nwor_ops.vllm.recurrent.group import GroupLayers
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.recurrent.prefix_caching import PER_STATE, AlignedStates
-from nwor_ops.vllm.support.features import ONE_STATE
+from nwor_ops.vllm.support.features import RECURRENT
 from nwor_ops.vllm.support.refusals import REFUSALS, Unsupported
 
-GROUPS = 2  # of one_state_layers.py
+GROUPS = 2  # of recurrent_layers.py
 KDA = {"num_heads": 4, "head_dim": 128, "short_conv_kernel_size": 4}
 KIMI = {"model_config__architecture": "KimiLinearForCausalLM", "model_config__hf_text_config__linear_attn_config": KDA}
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def said_of(case: str, script: str) -> Any:
     ],
 )
 def test_qwen_equals_vllm(case: str) -> None:
-    said = said_of(case, "one_state_layers.py")
+    said = said_of(case, "recurrent_layers.py")
     assert said["blocks"] == [4, 1]  # per request and group: vanilla vLLM, ours
     assert min(said["windows_only"], said["mixed"]) > 12
     assert min(said["prompts_only"], said["preempted"]) > 0
@@ -103,7 +103,7 @@ def test_qwen_equals_vllm(case: str) -> None:
 )
 def test_chunk_outputs_are_near_those_of_vllm(case: str, blocks: list[int]) -> None:
     """Prompts of any length precede the windows, and each chunk still ends at a multiple of 16 tokens."""
-    said = said_of(case, "one_state_layers.py")
+    said = said_of(case, "recurrent_layers.py")
     assert said["blocks"] == blocks
     assert min(said["windows_only"], said["mixed"]) > 12
     assert said["windows"] - 60 < said["not_stored"] < said["windows"] - 12
@@ -121,7 +121,7 @@ def test_chunk_outputs_are_near_those_of_vllm(case: str, blocks: list[int]) -> N
 )
 def test_other_models_equal_vllm(case: str) -> None:
     """Run layers of Kimi Linear, OLMo hybrid, GLM-5.3-Flash and Bailing V3."""
-    said = said_of(case, "one_state_models.py")
+    said = said_of(case, "recurrent_models.py")
     assert said["blocks"] == [4, 1]
     assert min(said["windows_only"], said["mixed"]) > 4
     assert said["launches_added"] == (1 if "graphs" in case else GROUPS)
@@ -145,7 +145,7 @@ def test_other_models_equal_vllm(case: str) -> None:
 def test_models_without_drafts_equal_vllm(case: str) -> None:
     """Each decode is a window of one token. vLLM has other kernels for them, which add in another order."""
     layer = case.partition("-")[0]
-    said = said_of(case, f"one_state_{'layers' if layer == 'plain' else 'models'}.py")
+    said = said_of(case, f"recurrent_{'layers' if layer == 'plain' else 'models'}.py")
     assert said["blocks"] == [1, 1]
     assert min(said["windows_only"], said["mixed"]) > 4
     # Our builder copies nothing for a batch of decodes. For graphs, vLLM's builder copies for each group. Operations on
@@ -172,7 +172,7 @@ def test_prefix_caching_equals_vllm(case: str, hits: int, folds: int) -> None:
 
     A block that a decode fills gets the key of its prefix. Without drafts its row is folded in place.
     """
-    said = said_of(case, "one_state_aligned.py")
+    said = said_of(case, "recurrent_aligned.py")
     assert said["hits"] > hits
     assert min(said["prompts"], said["windows"]) > 10
     assert said["audit"]["folds"] > folds
@@ -187,7 +187,7 @@ def test_checkpoints_of_prompts_equal_vllm() -> None:
     It finds the block in the whole table. Rows of a previous owner may be pending there. Later requests start from
     this state.
     """
-    said = said_of("checkpoints", "one_state_aligned.py")
+    said = said_of("checkpoints", "recurrent_aligned.py")
     audit = said["audit"]
     assert said["checkpoints"] > 10
     assert said["stale"] > 3
@@ -198,9 +198,9 @@ def test_checkpoints_of_prompts_equal_vllm() -> None:
 
 def test_metadata_with_prefix_caching_needs_vllm_s_indices() -> None:
     """vLLM's builder would look up the block in the table. Ours needs the indices that the runner sets."""
-    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+    from nwor_ops.vllm.recurrent.metadata import RecurrentMetadataBuilder
 
-    builder: Any = OneStateMetadataBuilder.__new__(OneStateMetadataBuilder)
+    builder: Any = RecurrentMetadataBuilder.__new__(RecurrentMetadataBuilder)
     builder.mamba_aligned_state_indices = None
     table = torch.arange(12).view(4, 3)
     for mode in ("none", "align"):
@@ -223,7 +223,7 @@ def test_the_capture_of_a_graph_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
         return "metadata"
 
     monkeypatch.setattr(metadata.GDNAttentionMetadataBuilder, "build_for_cudagraph_capture", build)
-    builder: Any = metadata.OneStateMetadataBuilder.__new__(metadata.OneStateMetadataBuilder)
+    builder: Any = metadata.RecurrentMetadataBuilder.__new__(metadata.RecurrentMetadataBuilder)
     builder.steps, builder.host_seconds = 3, 0.5
     assert builder.build_for_cudagraph_capture(None) == "metadata"
     assert (builder.steps, builder.host_seconds) == (3, 0.5)
@@ -261,7 +261,7 @@ def unbound_layer() -> Any:
     kind: Any = layers.subclass_of(models.qwen.MODEL)
     layer = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
-    layer.one_state, layer.geometry, layer._most_audited_tokens = True, GEOMETRY, 0
+    layer.recurrent, layer.geometry, layer._most_audited_tokens = True, GEOMETRY, 0
     layer.get_state_shape, layer.get_state_dtype = lambda: STATES.shapes, lambda: STATES.dtypes
     return layer
 
@@ -417,7 +417,7 @@ def test_only_one_of_two_kinds_has_records(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_ple_reads_only_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own layer and metadata builder for PLE of Qwen3.8-Flash-Next."""
-    from one_state_layers import configuration
+    from recurrent_layers import configuration
     from vllm.models.qwen4_exp.nvidia.ple_layer import Qwen4ExpPLELayer
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.short_conv_attn import PleShortConvAttentionMetadataBuilder
@@ -512,19 +512,19 @@ def test_the_start_up_line(packed: bool) -> None:
     )
     builders = [SimpleNamespace(group=SimpleNamespace(layers={"a": 0, "b": 0})) for _ in range(2)]
     skipped = SkippedRequests(torch.device("cpu"))
-    state = plugin.OneState(runner, builders, GEOMETRY, skipped)
+    state = plugin.RecurrentEngine(runner, builders, GEOMETRY, skipped)
     assert state.record_bytes == 106 * GEOMETRY.num_bytes
     builders[0].steps = 7
     builders[0].host_seconds, builders[1].host_seconds = 0.25, 0.5
     skipped.counter += 2
     assert state.counts(*state.counter.tolist()) == {
-        "one_state_steps": 7, "one_state_host_seconds": 0.75, "one_state_skipped_requests": 2,
+        "recurrent_steps": 7, "recurrent_host_seconds": 0.75, "recurrent_skipped_requests": 2,
     }  # fmt: skip
     # A state in each of two groups and two blocks of attention; vLLM has 3 more of each state.
     assert (state.blocks_per_request, state.blocks_before) == (4, 10)
     said = state.describe()
     assert "4 layers with 1 state per request (vLLM: 4) and a record of 10.2 KiB (6.9% of a page)" in said
-    chunk = plugin.OneState(runner, builders, CHUNK, skipped)
+    chunk = plugin.RecurrentEngine(runner, builders, CHUNK, skipped)
     assert (state.form, chunk.form) == ("exact", "chunk")
     assert "(vLLM: 4) and chunks of 16 tokens and a record of 58.0 KiB" in chunk.describe()
     # Without records there are 112 pages.
@@ -536,7 +536,7 @@ def test_the_start_up_line(packed: bool) -> None:
         if group.kv_cache_spec is states:
             with_checkpoint = dataclasses.replace(GEOMETRY.extend(STATES), num_prefill_checkpoint_blocks=1)
             group.kv_cache_spec = of_group(with_checkpoint)
-    aligned = plugin.OneState(runner, builders, GEOMETRY, skipped)
+    aligned = plugin.RecurrentEngine(runner, builders, GEOMETRY, skipped)
     assert (aligned.blocks_per_request, aligned.blocks_before) == (8, 14)
     assert "a request of 256 tokens has 8 blocks (14), 13 of them fit (about 8)" in aligned.describe()
 
@@ -682,7 +682,7 @@ def test_audit_finds_wrong_byte_of_a_chunk(part: str) -> None:
 
 
 def test_moved_chunks_keep_their_rows() -> None:
-    """vLLM's kernel copies states and records (one_state_aligned.py); here the whole block is copied."""
+    """vLLM's kernel copies states and records (recurrent_aligned.py); here the whole block is copied."""
     audited = audited_chunks()
     group, cursors, cache = audited.layer.group, audited.layer.group.cursors, audited.layer.recurrent_cache
     for tensor in (cache.state, *cache.records):
@@ -705,7 +705,7 @@ def test_neutral_rows_are_not_pending(monkeypatch: pytest.MonkeyPatch) -> None:
 
     audited = audited_chunks()
     layer, window = audited.layer, audited.window
-    monkeypatch.setattr("nwor_ops.vllm.one_states", lambda: [SimpleNamespace(builders=[window])])
+    monkeypatch.setattr("nwor_ops.vllm.recurrent_engines", lambda: [SimpleNamespace(builders=[window])])
     # The state of block 5 was stored, and the rows after it are real.
     assert (pending_in(5, [layer]), pending_in(2, [layer])) == (2 + 4, 4 + 3)
     layer.group.cursors.drop(torch.tensor([5]))
@@ -735,7 +735,7 @@ def test_audit_without_supported_attention(monkeypatch: pytest.MonkeyPatch) -> N
                 audited.change_state(2)
             return "output"
 
-    runner, state = Runner(), plugin.OneState.__new__(plugin.OneState)
+    runner, state = Runner(), plugin.RecurrentEngine.__new__(plugin.RecurrentEngine)
     state.builders, state._aligned, state._owners = [audited.window], None, None
     state.patches = Patches("test")
     assert not audit_states_alone(runner)
@@ -767,7 +767,7 @@ def test_audit_without_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
             return "output"
 
     audited = Audited([5, 2], [1, 1])
-    runner, state = Runner(), plugin.OneState.__new__(plugin.OneState)
+    runner, state = Runner(), plugin.RecurrentEngine.__new__(plugin.RecurrentEngine)
     state.builders, state._aligned, state._owners = [audited.window], None, None
     state.patches = Patches("test")
     monkeypatch.setitem(plugin._engines, runner, state)
@@ -973,14 +973,14 @@ def test_audit_follows_owners_and_copies() -> None:
 @pytest.mark.parametrize("still_runs", [True, False])
 def test_skipped_requests_stop_the_engine(still_runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA a window skips such a request and counts it. The host knows it once the counter was copied."""
-    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+    from nwor_ops.vllm.recurrent.metadata import RecurrentMetadataBuilder
 
     layer, window = Layer(), Window([5, 2, 0], [4, 3, 2])
     window.open(layer, [1, 1, 1])
-    builder: Any = OneStateMetadataBuilder.__new__(OneStateMetadataBuilder)
+    builder: Any = RecurrentMetadataBuilder.__new__(RecurrentMetadataBuilder)
     builder.plan, builder.starts, builder.slots = window.plan, window.starts, window.slots
     builder._batch_slots = torch.tensor([7, 5, 2, 0])  # the first request of the batch has no window
-    state: Any = plugin.OneState.__new__(plugin.OneState)
+    state: Any = plugin.RecurrentEngine.__new__(plugin.RecurrentEngine)
     state.builders, state.folds_tails, state._skipped = [builder], False, layer.group.cursors.skipped
     batch = SimpleNamespace(req_ids=["prompt", "good", "bad"])
     skipped, now = state._skipped, [100.0]
@@ -1005,17 +1005,17 @@ def test_skipped_requests_stop_the_engine(still_runs: bool, monkeypatch: pytest.
 @pytest.mark.parametrize("audited", [False, True])
 def test_prompt_end_is_folded_by_one_row(audited: bool) -> None:
     """Requests 0 and 2 of the batch are ends of prompts, padded with placeholder drafts; request 1 decodes."""
-    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+    from nwor_ops.vllm.recurrent.metadata import RecurrentMetadataBuilder
 
     layer, window = Layer(), Window([5, 2, 6], [4, 3, 4])
     window.open(layer, [1, 1, 1])
     layer.verify(window)
     truth = layer.all_states.clone()
-    builder: Any = OneStateMetadataBuilder.__new__(OneStateMetadataBuilder)
+    builder: Any = RecurrentMetadataBuilder.__new__(RecurrentMetadataBuilder)
     builder._batch_slots, builder._group, builder.plan = window.slots, layer.group, window.plan
     builder._fold_plan, builder.starts, builder.slots = torch.zeros_like(window.plan), window.starts, window.slots
     builder._has_planned = True
-    state = plugin.OneState.__new__(plugin.OneState)
+    state = plugin.RecurrentEngine.__new__(plugin.RecurrentEngine)
     state.builders, state.folds_tails, state.listener = [builder], True, None
     state._skipped = layer.group.cursors.skipped
     if audited:
@@ -1214,7 +1214,7 @@ def test_hybrid_target_without_draft_model_is_supported() -> None:
 
 def test_every_refusal_of_a_configuration_is_tested_above() -> None:
     """Refusals that a configuration shows. The others are raised once there are layers."""
-    wanted = {refusal.feature for refusal in REFUSALS if refusal.why(ONE_STATE) and refusal.found}
+    wanted = {refusal.feature for refusal in REFUSALS if refusal.why(RECURRENT) and refusal.found}
     assert len(wanted) == 9, wanted
 
 
@@ -1235,7 +1235,7 @@ def test_features_that_do_not_affect_states_are_supported(found: dict[str, Any])
 
 
 def test_this_vllm_is_refused_by_its_version() -> None:
-    with pytest.raises(RuntimeError, match=r"nwor: vLLM 0\.32.* is not supported for one state; supported is 0\.33"):
+    with pytest.raises(RuntimeError, match=r"nwor: vLLM 0\.32.* is not supported for recurrent; supported is 0\.33"):
         plugin.prepare(engine(), logging.getLogger("nwor"))
 
 
@@ -1254,14 +1254,14 @@ def test_on_unsupported_vanilla_only_logs_the_reason() -> None:
     plugin.prepare(config, logger)
     plugin.attach(SimpleNamespace(vllm_config=config), logger, profiling=False)
     assert [line[:31] for line in logger.said] == ["nwor: recurrent: not active: vL"] * 2
-    assert plugin.one_states() == []
+    assert plugin.recurrent_engines() == []
 
 
 @pytest.mark.usefixtures("any_vllm")
-def test_an_engine_without_speculation_has_one_state_too() -> None:
+def test_recurrent_without_speculation() -> None:
     config = engine(speculative_config=None, num_speculative_tokens=0)
     assert supported.problem_of(config) is None
-    assert supported.has_one_state(config)
+    assert supported.uses_recurrent(config)
     assert RecordGeometry.of(config).rows == 1
 
 
@@ -1312,7 +1312,7 @@ def test_records_of_the_chunk_form(monkeypatch: pytest.MonkeyPatch, state_dtype:
     config = chunked_engine(cache_config__mamba_ssm_cache_dtype=state_dtype)
     assert RecordGeometry.of(config) == CHUNK
     assert supported.problem_of(config) is None
-    assert supported.has_one_state(config)
+    assert supported.uses_recurrent(config)
     config.num_speculative_tokens = 7
     assert RecordGeometry.of(config).parts["updates"][0][0] == 23 + 8
     assert supported.problem_of(config) is None

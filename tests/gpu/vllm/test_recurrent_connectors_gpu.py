@@ -6,16 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu_cases import ONE_STATE_CONNECTORS, ONE_STATE_PREFILLED, Case
-from gpu_engine_checks import assert_same_tokens, check_one_state, finished, note
+from gpu_cases import RECURRENT_CONNECTORS, RECURRENT_PREFILLED, Case
+from gpu_engine_checks import assert_same_tokens, check_recurrent, finished, note
 
 
-@pytest.mark.parametrize("case", ONE_STATE_CONNECTORS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", RECURRENT_CONNECTORS, ids=lambda case: case.name)
 def test_stores_and_loads(case: Case, engines: Any, record: dict[str, Any]) -> None:
     vanilla, ours = engines.start_case(case)
     result = ours.result()
     note(record, case, result)
-    check_one_state(case, result, record)
+    check_recurrent(case, result, record)
     record["loaded"] = result["metrics"].get("external_prefix_cache_hits", 0)
     if vanilla is not None:
         expected = finished(vanilla.result())
@@ -40,14 +40,14 @@ def _assert_same_states(
     assert not differ, f"{len(differ)} of {len(ours)} states differ, the first is {differ[0]}"
 
 
-@pytest.mark.parametrize("case", ONE_STATE_PREFILLED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", RECURRENT_PREFILLED, ids=lambda case: case.name)
 def test_prefilled_by_another_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
     vanilla, ours = engines.start_case(case)
     result = ours.result()
     note(record, case, result)
-    check_one_state(case, result, record)
+    check_recurrent(case, result, record)
     prefill = result["prefill"]
-    [state] = prefill["worker"]["one_state"]
+    [state] = prefill["worker"]["recurrent"]
     # The last tokens of some prompts ran as windows there, and their states were folded.
     assert state["audit"]["tail_folds"] > 0
     if prefill["handed_over"]:

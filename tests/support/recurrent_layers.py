@@ -1,7 +1,7 @@
 """Compare Gated DeltaNet with K + 1 states per request (vLLM) and with one state, on random batches. Run by
-test_one_state.py:
+test_recurrent_engine.py:
 
-    TRITON_INTERPRET=1 python one_state_layers.py
+    TRITON_INTERPRET=1 python recurrent_layers.py
 
 Layers and metadata builders are the classes of the installed vLLM, and our subclasses of them. Triton's interpreter
 runs vLLM's kernels on the CPU. Only the convolutions and the kernel for prompts are replaced.
@@ -161,10 +161,10 @@ def convolve_windows(x: Tensor, conv_state: Tensor, weight: Tensor, bias: None, 
 
 
 def furnished(layer: Any, given: dict[str, Any], config: Any) -> Any:
-    """Return a layer with only the attributes set here. ``one_state``: whether it is ours."""
+    """Return a layer with only the attributes set here. ``recurrent``: whether it is ours."""
     from nwor_ops.vllm.recurrent.page import RecordGeometry
 
-    if given["one_state"]:
+    if given["recurrent"]:
         given = given | {"geometry": RecordGeometry.of(config), "_most_audited_tokens": 64}
     for name, value in given.items():
         setattr(layer, name, value)
@@ -176,7 +176,7 @@ class Side:
 
     Args:
         config: configuration of both sides.
-        one_state: whether to use our layers. False: vLLM's layers.
+        recurrent: whether to use our layers. False: vLLM's layers.
         fused_norm: whether windows include gate and norm, if the layer supports this.
         weights: weights of each layer.
 
@@ -186,27 +186,27 @@ class Side:
 
     output = (VALUE_HEADS, WIDTH)
 
-    def __init__(self, config: Any, one_state: bool, fused_norm: bool, weights: list[dict[str, Tensor]]) -> None:
+    def __init__(self, config: Any, recurrent: bool, fused_norm: bool, weights: list[dict[str, Tensor]]) -> None:
         from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
         from nwor_ops.recurrent.cursors import Cursors
         from nwor_ops.vllm.recurrent.group import GroupLayers
-        from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+        from nwor_ops.vllm.recurrent.metadata import RecurrentMetadataBuilder
 
-        self.one_state, self.fused_norm = one_state, fused_norm
-        self.layers = [self._layer(config, f"layer.{group}", one_state, weights[group]) for group in range(GROUPS)]
+        self.recurrent, self.fused_norm = recurrent, fused_norm
+        self.layers = [self._layer(config, f"layer.{group}", recurrent, weights[group]) for group in range(GROUPS)]
         self.specs = [layer.get_kv_cache_spec(config) for layer in self.layers]
         # As in vLLM, the layers of different groups share memory, and each block belongs to one group at a time.
         pages = torch.randint(-128, 127, (BLOCKS, 1, 1, self.specs[0].page_size_bytes + 64), dtype=torch.int8)
         for layer in self.layers:
             layer.bind_kv_cache(pages)
-        kind = OneStateMetadataBuilder if one_state else GDNAttentionMetadataBuilder
+        kind = RecurrentMetadataBuilder if recurrent else GDNAttentionMetadataBuilder
         names = [[layer.prefix] for layer in self.layers]
         device = torch.device("cpu")
         self.builders = [kind(spec, name, config, device) for spec, name in zip(self.specs, names, strict=True)]
         for builder in self.builders:  # as on a GPU
             builder.supports_update_block_table = True
-        if one_state:
+        if recurrent:
             geometry = self.layers[0].geometry
             cursors = Cursors(BLOCKS, device, geometry.chunk)
             self.skipped = cursors.skipped
@@ -217,7 +217,7 @@ class Side:
         self.blocks_per_request = 1 + self.specs[0].num_speculative_blocks
         self.free = list(range(1, BLOCKS))  # shared by all groups, as in vLLM
 
-    def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
+    def _layer(self, config: Any, name: str, recurrent: bool, weights: dict[str, Tensor]) -> Any:
         from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
         ranks = config.parallel_config.tensor_parallel_size
@@ -225,7 +225,7 @@ class Side:
         layer = QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)
         torch.nn.Module.__init__(layer)
         given = {
-            "one_state": one_state, "prefix": name, "tp_size": ranks,
+            "recurrent": recurrent, "prefix": name, "tp_size": ranks,
             "num_spec": config.num_speculative_tokens, "activation": "silu",
             "layer_norm_epsilon": 1e-6,
             "num_k_heads": KEY_HEADS * ranks, "num_v_heads": VALUE_HEADS * ranks, "head_k_dim": WIDTH,
@@ -233,7 +233,7 @@ class Side:
             "conv_kernel_size": CONVOLUTION,
             "model_config": config.model_config, "cache_config": config.cache_config, "vllm_config": config,
             "enable_packed_recurrent_decode": True, "_checkpoint_alignment": None,
-            "gdn_decode_kernel": "cuda" if self.fused_norm and one_state else "triton",
+            "gdn_decode_kernel": "cuda" if self.fused_norm and recurrent else "triton",
             "A_log": weights["A_log"], "dt_bias": weights["dt_bias"], "chunk_gated_delta_rule": chunked,
             "conv1d": SimpleNamespace(weight=weights["convolution"], bias=None),
             "norm": SimpleNamespace(weight=weights["norm"], bias=None, eps=1e-6, group_size=None,
@@ -420,7 +420,7 @@ def run(
     chance, generator = random.Random(7), torch.Generator().manual_seed(7)
     config = configuration(full_graphs, state, ranks, sizes, most_drafts, chunk, model)
     weights = weights_of(generator)
-    sides = [side(config, one_state, fused_norm, weights) for one_state in (False, True)]
+    sides = [side(config, recurrent, fused_norm, weights) for recurrent in (False, True)]
     audit = StateAudit(sides[1].builders)
     for builder in sides[1].builders:
         builder.listener = audit
