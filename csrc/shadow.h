@@ -178,6 +178,14 @@ NWOR_HOST_DEVICE inline int64_t saved_slot(const WindowArguments& a, int64_t gro
     return slot < a.num_blocks * a.block_size ? slot : -1;
 }
 
+// Returns what is invalid about the saved slot of a token, if anything.
+NWOR_HOST_DEVICE inline Found problem_of_saved(const WindowArguments& a, int64_t group, int64_t request,
+                                               const Redirect& r, int64_t token) {
+    const int64_t slot = a.saved_slots[group * a.saved_stride + r.first_token + token];
+    const int64_t limit = a.num_blocks * a.block_size;
+    return slot < limit ? Found{} : Found{kWindowSavedSlot, request, slot, limit};
+}
+
 // Computes what open_window has redirected.
 NWOR_HOST_DEVICE inline Redirect redirect_at_close(const WindowArguments& a, int64_t group, int64_t request,
                                                    Found* found) {
@@ -187,6 +195,7 @@ NWOR_HOST_DEVICE inline Redirect redirect_at_close(const WindowArguments& a, int
     const int64_t tail_page = a.tail_pages[group * a.tail_stride + request];
     const int64_t slot = saved_slot(a, group, r, 0);  // slot of the first draft; set_tail comes later
     if (tail_page < 0 || slot < 0) {
+        if (tail_page >= 0) *found = problem_of_saved(a, group, request, r, 0);
         r.state = -1;
         return r;
     }
@@ -238,14 +247,6 @@ NWOR_HOST_DEVICE inline Found redirect_token(const WindowArguments& a, int64_t g
     tables.block_table[request * tables.row_stride + r.tail_page + place.page] =
         static_cast<int32_t>(quotient(shadow, a.block_size));
     return {};
-}
-
-// Returns what is invalid about the saved slot of a token, if anything.
-NWOR_HOST_DEVICE inline Found problem_of_saved(const WindowArguments& a, int64_t group, int64_t request,
-                                               const Redirect& r, int64_t token) {
-    const int64_t slot = a.saved_slots[group * a.saved_stride + r.first_token + token];
-    const int64_t limit = a.num_blocks * a.block_size;
-    return slot < limit ? Found{} : Found{kWindowSavedSlot, request, slot, limit};
 }
 
 // Restores what redirect_token changed.

@@ -147,26 +147,32 @@ def test_shadow_block_outside_the_cache(device, block):
 
 
 @pytest.mark.debug_mode
+@pytest.mark.parametrize("draft", [0, -1])
 @pytest.mark.parametrize("op", ["close_window", "close_window_from_rejected"])
-def test_saved_slot_outside_the_cache(device, op):
-    def last_draft(query_start_loc, draft_start_loc, **_):
-        return int(query_start_loc[1 + int((draft_start_loc.diff() > 1).nonzero()[0])]) - 1
+def test_saved_slot_outside_the_cache(device, op, draft):
+    """CUDA leaves out the token. If it is the first draft of a request, CUDA leaves out the request."""
+
+    def request_and_token(query_start_loc, draft_start_loc, **_):
+        drafts = draft_start_loc.diff()
+        request = int((drafts > 1).nonzero()[0])
+        return request, int(query_start_loc[1 + request]) - (1 if draft else int(drafts[request]))
 
     def redirects(saved_slots, slot_mappings, **others):
         if not slot_mappings or not (others["draft_start_loc"].diff() > 1).any():
             return False
-        request = int((others["draft_start_loc"].diff() > 1).nonzero()[0])
-        slot = saved_slots[0, last_draft(**others)] if others["tail_pages"][0, request] >= 0 else -1
-        return bool(slot >= 0 and slot != slot_mappings[0][last_draft(**others)])
+        request, token = request_and_token(**others)
+        slot = saved_slots[0, token] if others["tail_pages"][0, request] >= 0 else -1
+        return bool(slot >= 0 and slot != slot_mappings[0][token])
 
     arguments = bad_input.call_with(op, "slot_mappings", where=redirects)
     values = named(op, arguments)
-    saved, token = values["saved_slots"], last_draft(**values)
+    request, token = request_and_token(**values)
     kept = {name: torch.zeros_like(values[name]) for name in ("row_rejected", "num_rejected") if name in values}
-    calls = []
-    for slot in (2**40, -1):
-        other = saved.clone()
-        other[0, token] = slot
-        calls.append(with_arguments(op, arguments, saved_slots=other, **kept))
-    left = bad_input.left_by_the_oracle(op, calls[1])
-    bad_input.check_bad_data(op, calls[0], IndexError, "saved_slots must be below .*, got 1099511627776", device, left)
+    outside, without = (with_arguments(op, layouts.twin(arguments), **kept) for _ in range(2))
+    named(op, outside)["saved_slots"][0, token] = 2**40
+    if draft:
+        named(op, without)["saved_slots"][0, token] = -1
+    else:
+        named(op, without)["tail_pages"][0, request] = -1
+    left = bad_input.left_by_the_oracle(op, without)
+    bad_input.check_bad_data(op, outside, IndexError, "saved_slots must be below .*, got 1099511627776", device, left)
