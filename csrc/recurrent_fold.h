@@ -1,7 +1,6 @@
 // Family recurrent: the arguments of gated_delta_fold and their checks.
 #pragma once
 
-#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -36,21 +35,6 @@ inline void check_same_layout(const Argument& a, const char* list, const Tensor&
     bool same = a.tensor.dim() == first.dim() && a.tensor.stride(0) == first.stride(0);
     for (int64_t i = 0; same && i < first.dim(); ++i) same = a.tensor.size(i) == first.size(i);
     if (!same) a.must_be("of the shape and strides of ", list, "[0], ", describe(first));
-}
-
-// The kernel writes each layer's window number. These numbers must not share memory with each other or
-// with an input.
-inline void check_marks(const char* op, const std::vector<Tensor>& marks,
-                        std::initializer_list<Argument> inputs) {
-    std::vector<Placed> placed;
-    placed.reserve(marks.size());
-    for (const Tensor& mark : marks) {
-        placed.emplace_back("layer_windows", mark);
-        for (size_t other = 0; other + 1 < placed.size(); ++other)
-            must_not_overlap(op, placed.back(), placed[other]);
-        for (const Argument& input : inputs)
-            must_not_overlap(op, placed.back(), Placed(input.name, input.tensor));
-    }
 }
 
 inline FoldArguments check_fold(
@@ -101,8 +85,9 @@ inline FoldArguments check_fold(
     }
 
     // Layer by layer: shapes, the layout of the first layer, overlaps
-    std::vector<Placed> placed;  // states
+    std::vector<Placed> placed, marks;  // states and window numbers
     placed.reserve(states.size());
+    marks.reserve(states.size());
     for (size_t layer = 0; layer < states.size(); ++layer) {
         std::string names[kLists];
         for (size_t i = 0; i < kLists; ++i)
@@ -123,17 +108,25 @@ inline FoldArguments check_fold(
             argument(i).same_device(first);
             if (i < kLists - 1) check_same_layout(argument(i), lists[i].name, lists[i].tensors[0]);
         }
-        // A state must not share memory with its record, or with the state of another layer.
+        // A state must not share memory with its record, or with the state of another layer. The same holds
+        // for a window number, if it is written.
         placed.emplace_back("states", states[layer]);
         for (size_t other = 0; other < layer; ++other) must_not_overlap(op, placed[layer], placed[other]);
         for (size_t i = 1; i < kLists; ++i)
             must_not_overlap(op, placed[layer], Placed(lists[i].name, lists[i].tensors[layer]));
         must_not_overlap(op, placed[layer], rows);
-        if (window_id.has_value()) must_not_overlap(op, placed[layer], Placed("window_id", *window_id));
+        if (window_id.has_value()) {  // otherwise no layer is marked
+            const Placed number("window_id", *window_id);
+            must_not_overlap(op, placed[layer], number);
+            marks.emplace_back("layer_windows", layer_windows[layer]);
+            for (size_t other = 0; other < layer; ++other) must_not_overlap(op, marks[layer], marks[other]);
+            for (const Placed& input : {Placed(rows), number}) must_not_overlap(op, marks[layer], input);
+            for (size_t i = 1; i < kLists - 1; ++i)
+                must_not_overlap(op, marks[layer], Placed(lists[i].name, lists[i].tensors[layer]));
+        }
         f.layers.push_back({view.data, record.keys, record.norms, record.decays, record.updates,
                             static_cast<int64_t*>(layer_windows[layer].data_ptr())});
     }
-    if (window_id.has_value()) check_marks(op, lists[5].tensors, {rows, {op, "window_id", *window_id}});
     return f;
 }
 
