@@ -24,6 +24,7 @@ class Rows(NamedTuple):
     seq_lens: list[int]
     rejected: list[int]
     block_size: int
+    numbered: bool  # row i has state i, and no row is padded
 
     @property
     def num_rows(self) -> int:
@@ -50,17 +51,18 @@ class Rows(NamedTuple):
 
 
 def make_rows(dice: Dice) -> Rows:
-    count = dice.requests(6)
+    count, numbered = dice.requests(6), dice.maybe(0.3)
     num_states = count + dice.size(2)
-    real = dice.number(count)
+    real = count if numbered else dice.number(count)
     lengths, padded = dice.numbers(real, MOST_TOKENS, 1), count - real
     return Rows(
         num_states,
         lengths,
-        dice.data.sample(range(num_states), real) + [-1] * padded,
+        [*range(count)] if numbered else dice.data.sample(range(num_states), real) + [-1] * padded,
         [length + dice.number(25) for length in lengths] + [99] * padded,
         [dice.number(length - 1) for length in lengths] + [9] * padded,
         dice.choice((2, 4, 5, 16)),
+        numbered,
     )
 
 
@@ -173,17 +175,18 @@ def _longer_queries(dice: Dice, rows: Rows) -> Calls[None]:
     """Give each request new tokens after its last accepted one."""
     count, new, shift, mapped = rows.num_rows, dice.size(4, 1), dice.maybe(), dice.maybe()
     room, starts = rows.capacity + count * new + 2, dice.int32(rows.starts(-7))
+    states = None if rows.numbered else dice.ids(rows.states)
     expanded = yield Call("copy_expand_inputs", (
         dice.ids(dice.numbers(rows.capacity, 999)), dice.int64(rows.positions()), starts, dice.ids(rows.rejected),
         dice.ids(dice.numbers(rows.num_states, 999)), dice.poisoned(room), dice.poisoned(room, dtype=torch.int64),
         dice.flags([True] * room), dice.flags([True] * room), dice.poisoned_ids(count * new + 1), new, 11, 12, shift,
-        dice.choice((None, 20)), dice.ids(rows.states),
+        dice.choice((None, 20)), states,
         dice.poisoned_ids(rows.capacity + 1) if shift and mapped else None,
     ))  # fmt: skip
     yield Call("extend_queries", (
         starts, dice.int32(rows.seq_lens), expanded[6], expanded[7], dice.table(count, rows.columns),
         dice.poisoned(count + 2), dice.poisoned(count + 1), dice.poisoned(room, dtype=torch.int64), rows.block_size,
-        MAX_MODEL_LEN - 2, new - shift, dice.ids(rows.states),
+        MAX_MODEL_LEN - 2, new - shift, states,
     ))  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def window(dice: Dice) -> Calls[None]:
     layer = [
         dice.normal(slots, heads, dv, dk, dtype=state_dtype, factor=0.3),
         dice.normal(slots, halves, rows, key_heads, dk, dtype=dtype),
-        dice.normal(slots, halves, rows, key_heads).abs() + 0.1,
+        (dice.normal(slots, halves, rows, key_heads).abs() + 0.1) * dk**-0.5,
         torch.sigmoid(dice.normal(slots, halves, rows, heads, *channels)),
         dice.normal(slots, rows, heads, dv, factor=0.3),
     ]
@@ -66,7 +66,11 @@ def window(dice: Dice) -> Calls[None]:
     layer.append(dice.int64([POISON]))
     norm, bound = dice.maybe(), -5.0 if gates == "bounded" else None
     weights: list[Any] = [dice.strided(dice.normal(heads, factor=0.5)), dice.strided(dice.normal(heads, *channels))]
-    cursors, window_id = dice.placed(torch.zeros(slots, 3 if chunk else 2, dtype=torch.int32)), dice.int64([WINDOW])
+    pending = [
+        [dice.number(most), *((dice.number(rows - 1), dice.number(CHUNK - 1)) if chunk else (dice.number(1),))]
+        for _ in range(slots)
+    ]
+    cursors, window_id = dice.placed(torch.tensor(pending, dtype=torch.int32)), dice.int64([WINDOW])
     tolerances = tolerances_of(dtype, state_dtype)
     for _ in range(5 if chunk else 2):
         count = dice.requests(slots - 1)

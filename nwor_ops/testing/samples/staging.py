@@ -29,8 +29,11 @@ def window(dice: Dice) -> Calls[None]:
         key, value = sources(dice, caches, tokens)
         buffers = [dice.strided(dice.bytes(rows, *source.shape[1:], dtype=source.dtype)) for source in (key, value)]
         lost = [-1 if dice.chance(0.03) else row for row in stage_rows]  # sometimes a layer lacks a row
-        after = yield Call("stage_kv", (key, value, dice.int32(lost), *buffers, window_id, row_windows[layer]))
-        keep(after, marks=(6, row_windows[layer]))
+        marked = dice.maybe(0.9)  # otherwise the layer's rows count as missing
+        marks = (window_id, row_windows[layer]) if marked else (None, None)
+        after = yield Call("stage_kv", (key, value, dice.int32(lost), *buffers, *marks))
+        if marked:
+            keep(after, marks=(6, row_windows[layer]))
         staged.append(after[3:5])
     by_length = dice.maybe()
     accepted = dice.int32(dice.numbers(3, 3)) if by_length else dice.flags([dice.chance() for _ in range(rows)])
