@@ -263,49 +263,7 @@ def test_log_and_restore_around_another_writer():
     assert_same_as_eager(undone, compiled(undone), arguments)
 
 
-# ---------------------------------------------------------------- family stage
-
-
-def staged_step(backing, keys, values, stage_rows, staged, window_id, windows, slots, accepted, counters, moves):
-    """Stage every layer, decide, commit every layer, compact: one graph, every view made inside it."""
-    for layer in range(LAYERS):
-        staged_key, staged_value = staged[layer].split(HEAD_SIZE, -1)
-        ops.stage_kv(
-            keys[layer] * 2, values[layer] + 1, stage_rows, staged_key, staged_value, window_id, windows[layer]
-        )  # fmt: skip
-    committed = torch.zeros_like(accepted)
-    ops.accept_staged(accepted, slots, window_id, windows, BLOCKS * BLOCK_SIZE, committed, counters)
-    scale = torch.ones(1)
-    for layer in range(LAYERS):
-        key_cache, value_cache = backing[:, layer].split(HEAD_SIZE, -1)
-        ops.commit_staged(
-            *staged[layer].split(HEAD_SIZE, -1), slots, committed, key_cache, value_cache, scale, scale, "auto"
-        )  # fmt: skip
-    ops.move_slots(list(backing.unbind(1)), moves, moves.flip(0))
-    return committed
-
-
-def staged_arguments() -> tuple:
-    slots = torch.full((LOG_ROWS,), -1)
-    slots[:5] = torch.tensor([40, 41, 7, 403, 9])
-    return (
-        small_integers(BLOCKS, LAYERS, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE),
-        small_integers(LAYERS, 5, HEADS, HEAD_SIZE, seed=1),
-        small_integers(LAYERS, 5, HEADS, HEAD_SIZE, seed=2), int32(2, 0, 1, 4, 3),
-        small_integers(LAYERS, LOG_ROWS, HEADS, 2 * HEAD_SIZE, seed=3), int64(6),
-        int64(*[0] * LAYERS * LOG_ROWS).view(LAYERS, LOG_ROWS), layouts.surrounded(slots),
-        flags(1, 0, 1, 1, *[0] * (LOG_ROWS - 4)), int64(*[0] * len(ops.STAGE_COUNTERS)), int64(3, 40, 7, 399),
-    )  # fmt: skip
-
-
-def test_staged_step():
-    assert_same_as_eager(staged_step, compiled(staged_step), staged_arguments())
-
-
-def test_staged_step_copies_nothing():
-    sizes = allocations(staged_step, *staged_arguments())
-    assert sizes
-    assert max(sizes) < LOG_SIZE
+# ---------------------------------------------------------------- family shadow
 
 
 def are_apart(arguments) -> bool:
@@ -352,6 +310,13 @@ def test_shadow_pages(op):
 def test_op_alone(device, op):
     """Nothing is allocated or copied around an op, and every mutation is kept."""
     arguments = max(filter(are_apart, samples.calls(op, 40, device)), key=num_elements)
+    code = check_compiled(op, arguments)
+    assert not re.search(r"\baten\.(clone|copy)", code)
+    assert not any(allocated_elements(code))
+
+
+def check_compiled(op: str, arguments: tuple) -> str:
+    """Compare with eager, and return Inductor's code."""
     eager, ours = layouts.twin(arguments), layouts.twin(arguments)
     with torch.no_grad():
         expected = getattr(ops, op)(*eager)
@@ -359,9 +324,23 @@ def test_op_alone(device, op):
     for one, other in zip(tree_leaves(result), tree_leaves(expected), strict=True):
         assert one is other is None or torch.equal(one, other)
     assert layouts.same_memory(ours, eager)
-    code = "".join(codes)
-    assert not re.search(r"\baten\.(clone|copy)", code)
-    assert not any(allocated_elements(code))
+    return "".join(codes)
+
+
+# Ops with samples of views of one storage. Those of gated_delta_verify and gated_delta_fold have several dtypes in one
+# page, and "aot_autograd() does not yet handle input mutations on views with different dtypes".
+ON_VIEWS = (
+    "write_kv", "write_kv_logged", "restore_slots", "restore_slots_from_rejected", "commit_staged", "move_slots",
+    *samples.ops_of("shadow"),
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("op", ON_VIEWS)
+def test_op_on_views_of_one_storage(device, op):
+    """Every mutation is kept, also if inputs are key and value planes of one cache, or views of one projection."""
+    calls = [call for call in samples.calls(op, 40, device) if not are_apart(call)]
+    check_compiled(op, max(calls, key=num_elements))
 
 
 # ---------------------------------------------------------------- family recurrent

@@ -6,7 +6,7 @@ import oracle_checks
 import pytest
 import samples_recurrent as samples
 import torch
-from bad_input import check_bad_data
+from bad_input import check_bad_data, left_by_the_oracle
 from tensors import int32
 
 from nwor_ops import ops
@@ -84,20 +84,22 @@ def test_many_tables_and_requests(device):
     )  # fmt: skip
 
 
-# The invalid arguments, the error and its message.
+# The invalid arguments, the requests without the invalid one, and the message of the error.
 INVALID = {
     "a row past the tables": (
-        {"requests": (0, 4)}, samples.MOVES, r"idx_mapping\[1\] must be below the 4 rows of block_tables, got 4"
+        {"requests": (0, 4)}, samples.MOVES, (0, -1),
+        r"idx_mapping\[1\] must be below the 4 rows of block_tables, got 4",
     ),
     "a source past the columns": (
-        {}, {**samples.MOVES, "source_columns": (3, 1, 0, -1)},
+        {}, {**samples.MOVES, "source_columns": (3, 1, 0, -1)}, (2, -1, -1, 1, 3),
         "block_tables must have a column for each block, got 3 columns where request 1 has block 3",
     ),
     "a target past the columns": (
-        {}, {**samples.FULL_BLOCKS, "num_computed_tokens": (17, 6, 8, 2)}, "got 3 columns where request 1 has block 3",
+        {}, {**samples.FULL_BLOCKS, "num_computed_tokens": (17, 6, 8, 2)}, (2, -1, -1, 1, 3),
+        "got 3 columns where request 1 has block 3",
     ),
     "a block past the cursors": (
-        {"tables": (((1, 2, 3), (4, 5, 0), (6, 7, 17), (0, 0, 0)),)}, samples.MOVES,
+        {"tables": (((1, 2, 3), (4, 5, 0), (6, 7, 17), (0, 0, 0)),)}, samples.MOVES, (-1, 0, -1, 1, 3),
         r"block_tables must have blocks below 17 \(num_slots\), got 17 for request 0",
     ),
 }  # fmt: skip
@@ -107,11 +109,12 @@ INVALID = {
 @pytest.mark.parametrize("case", INVALID)
 def test_invalid_data(device, case):
     """The CPU refuses the call. CUDA skips the request, and plans the others."""
-    options, columns, sentence = INVALID[case]
-    arguments = samples.block_fold(columns, **options)
-    after = check_bad_data(OP, arguments, IndexError, sentence, device)
-    if after is not None:
-        assert after[0].any()
+    options, columns, others, sentence = INVALID[case]
+    arguments = with_pending(samples.block_fold(columns, **options), b1=2, b3=2, b6=3, b7=3, b14=3, b15=3)
+    ids = with_arguments(OP, arguments, idx_mapping=int32(*others))
+    left = left_by_the_oracle(OP, ids)
+    assert left[0].any()
+    check_bad_data(OP, arguments, IndexError, sentence, device, left)
 
 
 @pytest.mark.debug_mode

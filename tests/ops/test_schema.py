@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from bad_input import only_declared_changed
 from processes import ROOT
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -128,6 +129,14 @@ def elements(argument) -> list[torch.Tensor]:
     return [torch.cat([tensor.flatten()]).view(torch.uint8) for tensor in tensors]
 
 
+# Mutated arguments that a call with valid data leaves as they were.
+NOT_WRITTEN = {
+    ("gumbel_sample", "workspace"),  # it is 0 again after the call
+    ("plan_recurrent_window", "num_skipped"),  # counts what CUDA leaves out of invalid data
+    ("plan_recurrent_block_fold", "num_skipped"),
+}
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_exactly_declared_arguments_are_written(device, op):
     """No check of torch finds an argument that is declared as mutated and never written."""
@@ -139,9 +148,9 @@ def test_exactly_declared_arguments_are_written(device, op):
         for argument, now, then in zip(declared, arguments, before, strict=False):
             if now is not None and not all(map(torch.equal, elements(now), elements(then))):
                 written.add(argument.name)
+        assert only_declared_changed(op, arguments, before)
     mutated = {argument.name for argument in declared if argument.alias_info is not None}
-    # The workspace is 0 again after the call. In samples no request is skipped, and no row is pending at first.
-    assert written == mutated - {"workspace", "num_skipped", "state"}
+    assert written == mutated - {argument for of, argument in NOT_WRITTEN if of == op}
 
 
 @pytest.mark.parametrize("op", OPS)

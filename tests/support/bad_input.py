@@ -190,24 +190,14 @@ def lazy_view(op: str, device: str) -> Iterator[Case]:
             yield Case(f"{name} negative", call(torch._neg_view(value)), ValueError, sentence)
 
 
-# Pairs that may share memory, or that are not compared (see docs/reference/ops.md, "Not checked", and the docstrings).
-_NOT_COMPARED: dict[str, list[tuple[str, str]]] = {
-    "write_kv": [(cache, scale) for cache in ("key_cache", "value_cache") for scale in ("k_scale", "v_scale")],
-    "restore_slots_from_rejected": [("counters", "window_id")],
-    "accept_staged": [("counters", "window_id")],
-    "update_draft_inputs": [("hidden_states", "next_hidden_states")],
-    "eagle_step": [("positions", "new_positions")],
-    "dcp_local_seq_lens": [("seq_lens", "local_seq_lens")],
-    "gated_delta_fold": [
-        (other, "layer_windows") for other in ("plan", "record_keys", "record_norms", "record_decays", "record_updates")
-    ],
+# Pairs that may share memory (see docs/reference/ops.md, "Not checked", and the docstrings).
+_MAY_SHARE: dict[str, tuple[str, str]] = {
+    "restore_slots_from_rejected": ("counters", "window_id"),
+    "accept_staged": ("counters", "window_id"),
+    "update_draft_inputs": ("hidden_states", "next_hidden_states"),
+    "eagle_step": ("positions", "new_positions"),
+    "dcp_local_seq_lens": ("seq_lens", "local_seq_lens"),
 }
-# Without fp8 no scale is read.
-_NOT_COMPARED["commit_staged"] = _NOT_COMPARED["write_kv"]
-_NOT_COMPARED["write_kv_logged"] = [
-    *_NOT_COMPARED["write_kv"],
-    *((other, scale) for other in ("key_log", "value_log", "row_windows") for scale in ("k_scale", "v_scale")),
-]
 # What each op of family shadow compares with all of its other arguments; also `saved_slots` with `slot_mappings`.
 _COMPARED_WITH_ALL = {"caches", "page_offsets", "row_rejected", "num_accepted", "counters"}
 
@@ -216,7 +206,12 @@ def _compared(op: str, one: str, other: str) -> bool:
     if registry.OPS[op].family == "shadow":
         outputs = _COMPARED_WITH_ALL if op == "close_window_from_rejected" else {"caches", "page_offsets"}
         return bool({one, other} & outputs) or {one, other} == {"saved_slots", "slot_mappings"}
-    return {one, other} not in map(set, _NOT_COMPARED.get(op, ()))
+    return {one, other} != set(_MAY_SHARE.get(op, ()))
+
+
+def _uses_all(kv_cache_dtype: str = "fp8", window_id: Any = 0, **_: Any) -> bool:
+    """Return whether a call reads its scales and writes its window numbers. Otherwise these are not compared."""
+    return kv_cache_dtype != "auto" and window_id is not None
 
 
 def shared_memory(op: str, device: str) -> Iterator[Case]:
@@ -228,39 +223,28 @@ def shared_memory(op: str, device: str) -> Iterator[Case]:
             continue
         if not _compared(op, one.name, other.name):
             continue
-        arguments = call_with(op, one.name, other.name, device=device)
+        arguments = call_with(op, one.name, other.name, device=device, where=_uses_all)
         if arguments is None:
             continue
         a, b = (named(op, arguments)[tensor.name] for tensor in (one, other))
-        first = [x[0] if isinstance(x, list) else x for x in (a, b)]
-        moved = _at(first[0], first[1])
-        if moved is None or _bytes_of(moved).isdisjoint(_bytes_of(first[0])):
-            continue
-        new = [moved, *b[1:]] if isinstance(b, list) else moved
+        first, second = (x[0] if isinstance(x, list) else x for x in (a, b))
+        name, value, moved = other.name, b, _at(first, second)
+        if moved is None:
+            name, value, moved = one.name, a, _at(second, first)
+        assert moved is not None, f"neither {one.name} nor {other.name} has room for the other"
         yield Case(
-            f"{one.name} and {other.name}", with_arguments(op, arguments, **{other.name: new}), ValueError,
-            rf"({names})(\[\d+\])? and ({names})(\[\d+\])? must not share memory",
+            f"{one.name} and {other.name}",
+            with_arguments(op, arguments, **{name: [moved, *value[1:]] if isinstance(value, list) else moved}),
+            ValueError, rf"({names})(\[\d+\])? and ({names})(\[\d+\])? must not share memory",
         )  # fmt: skip
 
 
-def _bytes_of(tensor: Tensor) -> set[int]:
-    """Return the addresses of a small tensor's bytes. A view with gaps does not have all bytes between its ends."""
-    offsets = torch.zeros(tensor.shape, dtype=torch.int64)
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        offsets += (torch.arange(size) * stride).view(-1, *[1] * (tensor.dim() - dim - 1))
-    width = tensor.element_size()
-    return {tensor.data_ptr() + offset * width + byte for offset in offsets.flatten().tolist() for byte in range(width)}
-
-
 def _at(place: Tensor, tensor: Tensor) -> Tensor | None:
-    """`tensor` at the start of `place`, aligned; None if the storage is too short."""
-    if tensor.numel() == 0 or place.numel() == 0:
-        return None
+    """`tensor`, aligned, at the first byte of `place`; None if the storage is too short."""
     size, storage = tensor.element_size(), place.untyped_storage()
-    first = -(-place.storage_offset() * place.element_size() // size)
+    first = place.storage_offset() * place.element_size() // size
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    end = (place.storage_offset() + place.numel()) * place.element_size()
-    if (first + extent) * size > storage.nbytes() or first * size >= end:
+    if (first + extent) * size > storage.nbytes():
         return None
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, first, tensor.shape, tensor.stride())
 
@@ -281,10 +265,12 @@ def _interleaved(tensor: Tensor) -> Iterator[Tensor]:
 
 def overlapping_itself(op: str, device: str) -> Iterator[Case]:
     """Elements of a mutated argument share memory. In a list all tensors do, because their strides must be equal."""
-    for argument in declared(op):
-        arguments = (
-            call_with(op, argument.name, device=device) if is_tensor(argument) and is_mutated(argument) else None
-        )
+    for argument in filter(lambda a: is_tensor(a) and is_mutated(a), declared(op)):
+
+        def repeats(name: str = argument.name, **values: Any) -> bool:
+            return any(leaf.numel() > 1 for leaf in _leaves(values[name]))
+
+        arguments = call_with(op, argument.name, device=device, where=repeats)
         value = named(op, arguments)[argument.name] if arguments else None
         tensors = value if isinstance(value, list) else [value] * (value is not None)
         for views in zip(*([*_expanded(t), *_interleaved(t)] for t in tensors), strict=True):
@@ -370,8 +356,6 @@ def any_shape(op: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
         if value is None or argument.name == "plane_table":
             continue
         for dim, size in enumerate(value.shape):
-            if argument.name == "caches" and dim < 2:
-                continue  # slots that a cache lacks are invalid data, for `any_data`
             for length in {0, 1, size - 1} - {size}:
                 yield f"{name}: {length} of dimension {dim}", twin(call(value.narrow(dim, 0, max(length, 0))))
         if value.dim():
