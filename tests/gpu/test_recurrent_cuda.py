@@ -1,6 +1,6 @@
 """Family recurrent on a GPU, beyond its cases in ops/. The results have the bits of vLLM's kernel.
 
-Tests have more items than blocks, and large caches. Streams and CUDA graphs run without an allocation or a wait.
+Tests have more items than blocks, large caches, and several streams.
 
 A comparison with vLLM needs its tree on the path, and its compiled core (installed, or named by VLLM_CORE).
 """
@@ -803,90 +803,7 @@ def test_offsets_beyond_32_bits(device):
     assert (state[1] == 3).all()
 
 
-# ---------------------------------------------------------------- graphs and streams
-
-
-@pytest.mark.parametrize("chunk", [0, CHUNK])
-@pytest.mark.parametrize("norm", [None, "silu"])
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-def test_window_in_a_cuda_graph(device, state_dtype, norm, chunk):
-    """Captured once, for the most tokens; every replay has other lengths, slots, padding, inputs and acceptance, and is
-    compared with a run without a graph."""
-    count, rows = 12, 4
-    captured = Requests(device, count, rows, state_dtype, chunk=chunk)
-    eager = Requests(device, count, rows, state_dtype, chunk=chunk)
-    window = captured.draw([rows] * count)
-    out = torch.zeros_like(window.gate)
-
-    def run():
-        captured.open(window)
-        captured.verify(window, out, norm=norm)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for tensor, fresh in zip(
-        (captured.state, captured.cursors, captured.window_id, *captured.records),
-        (eager.state, eager.cursors, eager.window_id, *eager.records),
-        strict=True,
-    ):
-        tensor.copy_(fresh)
-    dice = random.Random(3)
-    lengths_of = dict.fromkeys(range(1, count + 1), 1)
-    for _ in range(60):
-        lengths = [dice.randint(0, rows) for _ in range(count)]
-        slots = [slot if dice.random() < 0.8 else 0 for slot in dice.sample(range(1, count + 1), count)]
-        kept = [dice.randint(1, lengths_of[slot]) if slot else 99 for slot in slots]
-        fresh = captured.draw(lengths)
-        tokens = sum(lengths)
-        for name in ("q", "k", "v", "a", "b", "gate"):
-            getattr(window, name)[:tokens] = getattr(fresh, name)
-        window.starts.copy_(fresh.starts)
-        for requests in (captured, eager):
-            requests.slots.copy_(torch.tensor(slots))
-            requests.kept.copy_(torch.tensor(kept))
-        out.fill_(7)
-        graph.replay()
-        expected = eager.run(fresh, norm=norm)
-        assert same_bits(out[:tokens], expected)
-        assert (out[tokens:] == 7).all()
-        for mine, other in zip(
-            (captured.state, captured.plan, captured.cursors, captured.window_id, *captured.records),
-            (eager.state, eager.plan, eager.cursors, eager.window_id, *eager.records),
-            strict=True,
-        ):
-            assert same_bits(mine, other)
-        for slot, length in zip(slots, lengths, strict=True):
-            if slot and length:
-                lengths_of[slot] = length
-    assert captured.state[1:].isfinite().all()
-
-
-def test_another_stream(device):
-    """The ops follow torch's current stream."""
-    ours, theirs = (Requests(device, 3, 4, torch.float32) for _ in range(2))
-    window = ours.draw([4, 2, 3])
-    late = Window(*(torch.zeros_like(getattr(window, f.name)) for f in dataclasses.fields(window)))
-    late.starts.copy_(window.starts)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(10_000_000)
-        for name in ("q", "k", "v", "a", "b"):  # only after the sleep do they hold what must be computed
-            getattr(late, name).copy_(getattr(window, name))
-        out = ours.run(late)
-        ours.kept.fill_(1)
-        ours.fold()
-    stream.synchronize()
-    expected = theirs.run(window)
-    theirs.fold()
-    assert same_bits(out, expected)
-    assert same_bits(ours.state[1:], theirs.state[1:])
+# ---------------------------------------------------------------- streams
 
 
 @pytest.mark.parametrize("heads", [HEADS, Heads(4, 64, 128, 128)], ids=["few blocks", "many"])
@@ -970,21 +887,6 @@ def test_threads_that_need_other_amounts_of_shared_memory(device):
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(run, (32, 12, 32, 12)))
-
-
-def test_window_allocates_nothing_and_waits_for_nothing(device):
-    requests = Requests(device, 3, 4, torch.float32)
-    window = requests.draw([4, 2, 3])
-    out = requests.run(window, norm="silu")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        requests.open(window)
-        requests.verify(window, out, norm="silu")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
 # ---------------------------------------------------------------- folds of all layers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from no_sync import no_waits_or_allocations
 
 from nwor_ops import DraftCommitManager, LayerCache, Window
 
@@ -135,6 +136,17 @@ def test_every_replay_of_one_graph(device, kv_cache_dtype, by_counts):
     assert stats.drafted == replays.drafted.item() > REPLAYS
     assert stats.rejected == replays.rejected.item() > REPLAYS
     assert stats.accepted == stats.drafted - stats.rejected > REPLAYS
+
+
+@pytest.mark.parametrize("by_counts", [False, True])
+def test_transaction_does_not_allocate_or_sync(device, by_counts):
+    replays = Replays(device, "auto", by_counts)
+    for part in (replays.new_step, replays.transaction, replays.new_step):
+        part()
+    with no_waits_or_allocations():
+        replays.transaction()
+    replays.audit()
+    assert replays.mismatches.item() == 0
 
 
 def test_the_audit_finds_a_row_that_was_not_restored(device):
