@@ -318,43 +318,6 @@ def test_most_tables(device):
     oracle_checks.refuse("compute_slot_mappings", more, ValueError, "block_tables must hold 1 to 64 tables, got 65")
 
 
-def test_a_whole_loop_advances_as_told():
-    """Prefill and K - 1 steps: check ids, positions, lengths and slots of every step, across a block boundary."""
-    rows, steps, max_len, block = 3, 4, 64, 4
-    prefill = layouts.twin(samples.prefill())
-    ops.prepare_prefill_inputs(*prefill)
-    of = named("prepare_prefill_inputs", prefill)
-    last = of["last_token_indices"][:rows]
-    positions = of["positions"][last] - 1000 + 2
-    start = positions.clone()
-    drafts = torch.full((4, steps), 9, dtype=torch.int64)
-    drafts[:rows, 0] = torch.tensor([1, 2, 3])
-    ids, idx = torch.zeros(4, dtype=torch.int32), of["idx_mapping"]
-    positions = torch.cat([positions, torch.tensor([5])])
-    seq_lens, starts = torch.zeros(4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
-    lengths = torch.cat([start + 1, torch.tensor([7])]).int()
-    none_rejected = torch.zeros(4, dtype=torch.int32)
-    ops.prepare_decode_inputs(drafts, lengths, none_rejected, ids, positions, starts, seq_lens, max_len, idx)
-    step = torch.zeros((), dtype=torch.int64)
-    table = torch.arange(100, dtype=torch.int32).view(5, 20)
-    slots = torch.zeros(1, 4, dtype=torch.int64)
-    for number in range(1, steps):
-        step.fill_(number)
-        assert ids.tolist() == [*drafts[:rows, number - 1].tolist(), 0]
-        assert positions.tolist() == [*(start + number).tolist(), 0]
-        assert seq_lens.tolist() == [*(start + number + 1).tolist(), 0]
-        ops.compute_slot_mappings(idx, starts, positions, [table], [block], slots)
-        expected = [
-            int(table[state, p // block]) * block + p % block
-            for state, p in zip(idx[:rows].tolist(), (start + number).tolist(), strict=True)
-        ]
-        assert slots.tolist() == [[*expected, -1]]
-        sampled = torch.tensor([10, 20, 30, 40]) + number
-        ops.update_draft_inputs(sampled, step, drafts, ids, positions, seq_lens, steps, max_len, idx)
-    assert drafts.tolist() == [[1, 11, 12, 13], [2, 21, 22, 23], [3, 31, 32, 33], [9, 9, 9, 9]]
-    assert positions.tolist() == [*(start + steps - 1).tolist(), 0]
-
-
 # ---------------------------------------------------------------- gumbel_sample
 
 
@@ -530,11 +493,8 @@ def test_a_padded_row_may_hold_any_step(device):
     assert (after["sampled"][2] == 77).all()
 
 
-def test_workspace_is_given_back_as_it_came():
-    arguments = (*samples.sample(), int64(*[0] * 11))
-    after = run("gumbel_sample", arguments)
-    assert not after["workspace"].any()
-    short = with_arguments("gumbel_sample", arguments, workspace=int64(*[0] * 9))
+def test_workspace_is_too_short():
+    short = with_arguments("gumbel_sample", samples.sample(), workspace=int64(*[0] * 9))
     oracle_checks.refuse(
         "gumbel_sample", short, ValueError, r"workspace must be \[2 \* num_rows\] with at least 10 elements"
     )
@@ -565,20 +525,3 @@ def test_docstrings_name_every_argument():
     for op in OPS:
         for name in argument_names(op):
             assert re.search(rf"\b{name}\b", getattr(ops, op).__doc__), (op, name)
-
-
-def test_draft_columns_stay_where_they_are():
-    """Three steps through one captured body each write their own column."""
-    step, drafts = torch.zeros(1, dtype=torch.int64), samples.poisoned(3, 3, dtype=torch.int64)
-    logits = random_logits(3, 64)
-    ids, positions, lengths = (torch.ones(3, dtype=d) for d in (torch.int32, torch.int64, torch.int32))
-    token = torch.zeros(3, dtype=torch.int64)
-    for number in range(3):
-        step.fill_(number)
-        ops.gumbel_sample(
-            logits + number, torch.arange(3), torch.ones(3), torch.arange(3), positions, step, token
-        )  # fmt: skip
-        ops.update_draft_inputs(token, step, drafts, ids, positions, lengths, 3, 99)
-        assert (drafts[:, number + 1 :] == 77).all()
-        assert torch.equal(drafts[:, number], token)
-    assert positions.tolist() == [3, 3, 3]

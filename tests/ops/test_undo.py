@@ -75,30 +75,6 @@ def test_oracle_quantizes_as_torch(kv_cache_dtype, dtype):
     assert oracle.to_fp8(special, kv_cache_dtype).tolist() == [0x7F, largest, 0x80 | largest, 0x80, largest]
 
 
-@pytest.mark.parametrize("offset", range(9))
-@pytest.mark.parametrize("moved", ["key", "value", "key_log", "value_log", "planes"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_misaligned_tensor(device, kv_cache_dtype, moved, offset):
-    """One tensor starts at any element, the others at 16 bytes. No vector access may assume an alignment."""
-    shape, dtype = Shape(3, 4, 2, 16, 32), torch.bfloat16
-    stored = dtype if kv_cache_dtype == "auto" else torch.uint8
-    pages = layouts.make_pages("nhd", shape, stored, offset if moved == "planes" else 0)
-
-    def rows(name, width, dtype):
-        numbers = torch.arange(8 * 2 * width).remainder(100).to(dtype).view(8, 2, width)
-        return layouts.surrounded(numbers, edge=16 + (offset if name == moved else 0))
-
-    slots, log_rows, one = torch.tensor([5, -1, 0, 11, 7, -1]), torch.tensor([-1, 1, 2, 0, 7, -1]).int(), torch.ones(1)
-    sources = (rows("key", 16, dtype), rows("value", 32, dtype))
-    logs = (rows("key_log", 16, stored), rows("value_log", 32, stored))
-    caches = (pages.key_caches[0], pages.value_caches[0])
-    arguments = (*sources, *caches, slots, one, one, kv_cache_dtype, log_rows, *logs)
-    oracle_checks.assert_same_as_oracle("write_kv_logged", arguments, device)
-    rejected = torch.tensor([True, True, False, True, True, False, True, True])
-    row_slots = torch.tensor([1, 5, -1, 7, 2, 3, 4, 9])
-    oracle_checks.assert_same_as_oracle("restore_slots", ([caches[0]], logs[0][None], row_slots, rejected), device)
-
-
 @pytest.mark.parametrize("tokens", [300, 20_000])
 def test_many_tokens(device, tokens):
     """Every block shape between one row per warp and many rows per block, compared with torch indexing."""
