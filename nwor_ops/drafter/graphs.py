@@ -1,10 +1,10 @@
-"""Record a CUDA graph, and check that the memory that it reads has not moved."""
+"""Recorded graphs, and the check that the memory that they read has not moved."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,13 +60,6 @@ def _words(place: Place | None) -> str:
     return f"{dtype} {list(shape)} with strides {list(stride)} at {address:#x}"
 
 
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the current stream, or a new side stream if the current one is the default stream, which
-    cannot capture."""
-    current = torch.cuda.current_stream(device)
-    return torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
-
-
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Keep Python's collector off while graphs are recorded.
@@ -82,22 +75,3 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def warm_up(body: Callable[[], object], stream: torch.cuda.Stream) -> None:
-    """Run once what will be recorded, so that libraries create their handles and workspaces and make their
-    choices now."""
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        body()
-    torch.cuda.current_stream(stream.device).wait_stream(stream)
-
-
-def record(
-    body: Callable[[], object], stream: torch.cuda.Stream, pool: Any | Callable[[], AbstractContextManager[Any]]
-) -> torch.cuda.CUDAGraph:
-    """Record ``body`` on ``stream`` into a graph whose memory comes from ``pool``."""
-    graph = torch.cuda.CUDAGraph()
-    with pool() if callable(pool) else nullcontext(pool) as handle, torch.cuda.graph(graph, handle, stream):
-        body()
-    return graph

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -17,16 +16,7 @@ from torch import Tensor
 from nwor_ops import ops, validation
 from nwor_ops.drafter.buffers import DraftBuffers
 from nwor_ops.drafter.dispatch import Dispatch, GraphKey, Mode
-from nwor_ops.drafter.graphs import (
-    Graph,
-    Recording,
-    capture_stream,
-    no_garbage_collection,
-    places_of,
-    record,
-    require_unmoved,
-    warm_up,
-)
+from nwor_ops.drafter.graphs import Graph, Recording, no_garbage_collection, places_of, require_unmoved
 from nwor_ops.drafter.metadata import DraftMetadata, FirstPass
 from nwor_ops.validation import BoundToMemory
 
@@ -42,6 +32,11 @@ def _require_methods(argument: str, value: object, *names: str) -> None:
     for name in names:
         if not callable(getattr(value, name, None)):
             raise TypeError(f"DraftLoop: {argument} must have the method {name}, got {validation.shown(value)}")
+
+
+def _steps_of(key: GraphKey, num_drafts: int) -> range:
+    """Return the steps of a pass: 0 for a first pass, otherwise those of the loop."""
+    return range(1) if key.query_len > 1 else range(1, num_drafts)
 
 
 class DraftLoop(BoundToMemory):
@@ -241,18 +236,10 @@ class DraftLoop(BoundToMemory):
             RuntimeError: the mode needs a graph that was not captured. With ``debug=True`` also if a tensor that a
                 graph reads has moved.
         """
-        started = time.perf_counter()
         self._check_num_reqs(num_reqs)
         drafts = self._checked_drafts(num_drafts)
         if num_reqs > 0 and drafts > 1:
-            chosen, key = self._choose(num_reqs, 1, mode, key, drafts)
-            recording = self._recording(chosen, key, replay, drafts)
-            if not inert_tails:
-                self.buffers.pad_rows(num_reqs, key.num_reqs)
-            self.counts["decode", chosen] += 1
-            self._run_steps(chosen, key, num_reqs, recording, drafts)
-            if chosen == "loop":
-                self.host_seconds += time.perf_counter() - started
+            self._run(num_reqs, 1, mode, key, replay, drafts, inert_tails)
         return self.buffers.draft_tokens[:num_reqs, :drafts]
 
     @torch.no_grad()
@@ -275,19 +262,11 @@ class DraftLoop(BoundToMemory):
         Returns:
             ``draft_tokens[:num_reqs, :1]``: a view.
         """
-        started = time.perf_counter()
         self._check_num_reqs(num_reqs)
         if query_len < 2:
             raise ValueError(f"DraftLoop.run_first_pass: query_len must be > 1, got {query_len}")
         if num_reqs > 0:
-            chosen, key = self._choose(num_reqs, query_len, mode, key, self.num_drafts)
-            recording = self._recording(chosen, key, replay, self.num_drafts)
-            if key.num_reqs > num_reqs:
-                self.buffers.idx_mapping[num_reqs : key.num_reqs].fill_(-1)
-            self.counts["first_pass", chosen] += 1
-            self._run_first(chosen, key, num_reqs, recording)
-            if chosen == "loop":
-                self.host_seconds += time.perf_counter() - started
+            self._run(num_reqs, query_len, mode, key, replay, self.num_drafts, inert_tails=False)
         return self.buffers.draft_tokens[:num_reqs, :1]
 
     def invalidate(self, reason: str) -> None:
@@ -307,10 +286,31 @@ class DraftLoop(BoundToMemory):
 
     # ---------------------------------------------------------------- bodies: the contents of a graph
 
+    def _all_steps(self, key: GraphKey, metadata: Any, steps: range) -> None:
+        for step in steps:
+            self._begin_step(key, step)
+            self.metadata.update(key, metadata)
+            self._step(key, metadata)
+
+    def _begin_step(self, key: GraphKey, step: int) -> None:
+        """Write what the metadata of a step depends on."""
+        self.buffers.current_draft_step.fill_(step)
+        if key.query_len > 1:
+            assert self.first_pass is not None
+            self.first_pass.expand(key)
+
     def _step(self, key: GraphKey, metadata: Any) -> None:
-        """Run one step >= 1: forward, logits, sampling, update."""
-        buffers = self.buffers
-        output, next_hidden = self._forward(key, metadata)
+        """Run one step: forward, logits, sampling, and the inputs of the next step."""
+        buffers, result = self.buffers, self.model_fn(key, metadata)
+        output, next_hidden = result if isinstance(result, tuple) else (result, None)
+        if (next_hidden is None) != (buffers.hidden_states is None):
+            expected = "hidden states, in a pair with its output" if next_hidden is None else "no hidden states"
+            present = "given" if next_hidden is None else "None"
+            raise ValueError(f"DraftLoop: model_fn must return {expected}: buffers.hidden_states is {present}")
+        if key.query_len > 1:
+            assert self.first_pass is not None
+            self.first_pass.finish(key, output, next_hidden)
+            return
         sampled = self.sample_fn(key, output)
         validation.instance("DraftLoop: the result of sample_fn", sampled, Tensor, "a tensor")
         if list(sampled.shape) != [key.num_reqs]:
@@ -329,73 +329,45 @@ class DraftLoop(BoundToMemory):
             next_hidden_states=buffers.hidden_states,
         )
 
-    def _all_steps(self, key: GraphKey, metadata: Any, num_drafts: int) -> None:
-        for step in range(1, num_drafts):
-            self.buffers.current_draft_step.fill_(step)
-            self.metadata.update(key, metadata)
-            self._step(key, metadata)
-
-    def _first_step(self, key: GraphKey, metadata: Any) -> None:
-        assert self.first_pass is not None
-        self.first_pass.finish(key, *self._forward(key, metadata))
-
-    def _whole_first_pass(self, key: GraphKey, metadata: Any) -> None:
-        assert self.first_pass is not None
-        self.buffers.current_draft_step.zero_()
-        self.first_pass.expand(key)
-        self.metadata.update(key, metadata)
-        self._first_step(key, metadata)
-
-    def _forward(self, key: GraphKey, metadata: Any) -> tuple[Tensor, Tensor | None]:
-        result = self.model_fn(key, metadata)
-        output, next_hidden = result if isinstance(result, tuple) else (result, None)
-        if (next_hidden is None) != (self.buffers.hidden_states is None):
-            expected = "no hidden states" if next_hidden is not None else "hidden states, in a pair with its output"
-            raise ValueError(
-                f"DraftLoop: model_fn must return {expected}: buffers.hidden_states is "
-                f"{'None' if next_hidden is not None else 'given'}"
-            )
-        return output, next_hidden
-
     # ---------------------------------------------------------------- host code around the bodies
 
-    def _run_steps(
-        self, mode: Mode, key: GraphKey, num_reqs: int, recording: Recording | None, num_drafts: int
+    def _run(
+        self,
+        num_reqs: int,
+        query_len: int,
+        mode: AnyMode,
+        key: GraphKey | None,
+        replay: bool,
+        num_drafts: int,
+        inert_tails: bool,
     ) -> None:
+        """Run the first pass, or steps 1 to ``num_drafts`` - 1 if ``query_len`` is 1."""
+        started = time.perf_counter()
+        chosen, key = self._choose(num_reqs, query_len, mode, key, num_drafts)
+        recording = self._recording(chosen, key, replay, num_drafts)
+        if query_len == 1:
+            if not inert_tails:
+                self.buffers.pad_rows(num_reqs, key.num_reqs)
+        elif key.num_reqs > num_reqs:
+            self.buffers.idx_mapping[num_reqs : key.num_reqs].fill_(-1)
+        self.counts["decode" if query_len == 1 else "first_pass", chosen] += 1
         self.metadata.prepare(key, num_reqs)
-        if mode == "loop":
+        steps = _steps_of(key, num_drafts)
+        if chosen == "loop":
             if recording is None:
-                self.buffers.current_draft_step.fill_(1)
-                self._all_steps(key, self.metadata.build(key, num_reqs, 1), num_drafts)
+                self._begin_step(key, steps.start)  # a build may read the buffers
+                self._all_steps(key, self.metadata.build(key, num_reqs, steps.start), steps)
             else:
                 recording.graph.replay()
+            self.host_seconds += time.perf_counter() - started
             return
-        for step in range(1, num_drafts):
-            self.buffers.current_draft_step.fill_(step)
+        for step in steps:
+            self._begin_step(key, step)
             metadata = self.metadata.build(key, num_reqs, step)
             if recording is None:
                 self._step(key, metadata)
             else:
                 recording.graph.replay()
-
-    def _run_first(self, mode: Mode, key: GraphKey, num_reqs: int, recording: Recording | None) -> None:
-        assert self.first_pass is not None
-        self.metadata.prepare(key, num_reqs)
-        if mode == "loop":
-            if recording is None:  # a build may read the buffers
-                self.buffers.current_draft_step.zero_()
-                self.first_pass.expand(key)
-                self._whole_first_pass(key, self.metadata.build(key, num_reqs, 0))
-            else:
-                recording.graph.replay()
-            return
-        self.buffers.current_draft_step.zero_()
-        self.first_pass.expand(key)
-        metadata = self.metadata.build(key, num_reqs, 0)
-        if recording is None:
-            self._first_step(key, metadata)
-        else:
-            recording.graph.replay()
 
     def _recording(self, mode: Mode, key: GraphKey, replay: bool, num_drafts: int) -> Recording | None:
         """Return the graph to replay, or None to run from the host. In debug mode, check that nothing has moved."""
@@ -484,40 +456,46 @@ class DraftLoop(BoundToMemory):
     # ---------------------------------------------------------------- capture
 
     def _record(self, mode: Mode, key: GraphKey, num_drafts: int, stream: torch.cuda.Stream) -> Recording:
-        first = key.query_len > 1
-        bodies: dict[tuple[bool, Mode], Callable[[GraphKey, Any], None]] = {
-            (True, "loop"): self._whole_first_pass,
-            (True, "step"): self._first_step,
-            (False, "loop"): functools.partial(self._all_steps, num_drafts=num_drafts),
-            (False, "step"): self._step,
-        }
-        body = bodies[first, mode]
+        steps = _steps_of(key, num_drafts)
 
-        def built() -> Any:
+        def build() -> Any:
             self.buffers.fill_for_warm_up(key)
-            self.buffers.current_draft_step.fill_(0 if first else 1)
-            return self.metadata.build(key, 0, 0 if first else 1, capturing=True)
+            self.buffers.current_draft_step.fill_(steps.start)
+            return self.metadata.build(key, 0, steps.start, capturing=True)
 
-        metadata = built()
-        self._warm_up(lambda: body(key, metadata), stream)
-        metadata = built()  # back ends may plan or allocate in the warm-up
-        return Recording(
-            graph=self._graph(lambda: body(key, metadata), stream),
-            metadata=metadata,
-            places=places_of(self.buffers.tensors()),
-        )
+        def body() -> None:
+            if mode == "loop":
+                self._all_steps(key, metadata, steps)
+            else:
+                self._step(key, metadata)
+
+        metadata = build()
+        self._warm_up(body, stream)
+        metadata = build()  # back ends may plan or allocate in the warm-up
+        return Recording(self._graph(body, stream), metadata, places_of(self.buffers.tensors()))
 
     # These methods need CUDA graphs. On a CPU, nwor_ops.testing.host_graphs replaces them.
 
     def _capture_stream(self) -> torch.cuda.Stream:
-        if self.buffers.device.type != "cuda":
-            raise RuntimeError(f"DraftLoop.capture: needs a CUDA device, the buffers are on {self.buffers.device}")
+        """Return the current stream, or a new one if that is the default stream, which cannot capture."""
+        device = self.buffers.device
+        if device.type != "cuda":
+            raise RuntimeError(f"DraftLoop.capture: needs a CUDA device, the buffers are on {device}")
         if self._pool is None and self._own_pool is None:
             self._own_pool = torch.cuda.graph_pool_handle()
-        return capture_stream(self.buffers.device)
+        current = torch.cuda.current_stream(device)
+        return torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
 
     def _warm_up(self, body: Callable[[], object], stream: torch.cuda.Stream) -> None:
-        warm_up(body, stream)
+        """Run what will be recorded, so that libraries create their handles and workspaces now."""
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            body()
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def _graph(self, body: Callable[[], object], stream: torch.cuda.Stream) -> Graph:
-        return record(body, stream, self._own_pool if self._pool is None else self._pool)
+        """Record ``body`` into a graph whose memory comes from the pool."""
+        graph, pool = torch.cuda.CUDAGraph(), self._own_pool if self._pool is None else self._pool
+        with pool() if callable(pool) else nullcontext(pool) as handle, torch.cuda.graph(graph, handle, stream):
+            body()
+        return graph
