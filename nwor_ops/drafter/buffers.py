@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +10,6 @@ from torch import Tensor
 from nwor_ops import validation
 from nwor_ops.drafter.dispatch import GraphKey
 from nwor_ops.validation import BoundToMemory
-
-_INT32, _INT64 = (torch.int32,), (torch.int64,)
-_INDEX = (torch.int32, torch.int64)
 
 
 @dataclass
@@ -55,20 +51,27 @@ class DraftBuffers(BoundToMemory):
     registered: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        validation.tensor("DraftBuffers: seq_lens", self.seq_lens, *_INT32, dims=1, least=1)
+        validation.tensor("DraftBuffers: seq_lens", self.seq_lens, torch.int32, dims=1, least=1)
         validation.instance("DraftBuffers: registered", self.registered, dict, "a dict")
         for name, tensor in self.registered.items():
             validation.tensor(f"DraftBuffers: registered[{name!r}]", tensor)
         rows = self.max_num_reqs
-        self._check("input_ids", _INT32, 1, rows)
-        self._check("positions", _INT64, 1, rows)
-        self._check("query_start_loc", _INT32, 1, rows + 1)
-        self._check("seq_lens", _INT32, 1, rows)
-        self._check("idx_mapping", _INDEX, 1, rows)
-        self._check("draft_tokens", _INT64, 2, rows)
-        self._check("current_draft_step", _INT64, 0, 0)
-        if self.hidden_states is not None:
-            self._check("hidden_states", None, 2, rows)
+        shapes: dict[str, tuple[tuple[torch.dtype, ...], int, int]] = {
+            "input_ids": ((torch.int32,), 1, rows),
+            "positions": ((torch.int64,), 1, rows),
+            "query_start_loc": ((torch.int32,), 1, rows + 1),
+            "seq_lens": ((torch.int32,), 1, rows),
+            "idx_mapping": ((torch.int32, torch.int64), 1, rows),
+            "draft_tokens": ((torch.int64,), 2, rows),
+            "current_draft_step": ((torch.int64,), 0, 0),
+        } | ({} if self.hidden_states is None else {"hidden_states": ((), 2, rows)})
+        for name, (dtypes, dims, least) in shapes.items():
+            what, tensor = f"DraftBuffers: {name}", getattr(self, name)
+            validation.tensor(what, tensor, *dtypes, dims=dims, least=least, device=self.device)
+            if dims == 2:
+                validation.distinct_elements(what, tensor)
+            elif not tensor.is_contiguous():
+                raise ValueError(f"{what} must be contiguous, got strides {list(tensor.stride())}")
 
     @classmethod
     def allocate(
@@ -164,20 +167,3 @@ class DraftBuffers(BoundToMemory):
         self.query_start_loc.copy_(starts.clamp(max=key.num_tokens))
         places = self.positions[: key.num_tokens]
         places.copy_(torch.arange(len(places), device=self.device) % length)
-
-    def _check(self, name: str, dtypes: tuple[torch.dtype, ...] | None, dims: int, rows: int) -> None:
-        tensor: Any = getattr(self, name)
-        validation.tensor(f"DraftBuffers: {name}", tensor)
-        if dtypes is not None and tensor.dtype not in dtypes:
-            wanted = " or ".join(str(dtype) for dtype in dtypes)
-            raise TypeError(f"DraftBuffers: {name} must have dtype {wanted}, got {tensor.dtype}")
-        if tensor.device != self.device:
-            raise TypeError(f"DraftBuffers: {name} must be on device {self.device}, got {tensor.device}")
-        if tensor.dim() != dims or (dims and tensor.shape[0] < rows):
-            raise ValueError(
-                f"DraftBuffers: {name} must have {dims} dimensions and at least {rows} rows, got {list(tensor.shape)}"
-            )
-        if name in ("hidden_states", "draft_tokens"):
-            validation.distinct_elements(f"DraftBuffers: {name}", tensor)
-        elif not tensor.is_contiguous():
-            raise ValueError(f"DraftBuffers: {name} must be contiguous, got strides {list(tensor.stride())}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,25 +55,3 @@ class Dispatch:
     key: GraphKey
     mode: Mode
     reason: str
-
-
-def keys_of_token_counts(token_counts: Iterable[int], query_len: int, max_num_reqs: int) -> list[GraphKey]:
-    """Return the keys for an engine's capture sizes, which count tokens.
-
-    Each size is rounded up to whole requests, so the tokens of a key are a multiple of ``query_len`` even if the size
-    is not. Keys above ``max_num_reqs`` are left out.
-
-    Args:
-        token_counts: number of tokens per graph, each > 0, in any order.
-        query_len: number of tokens of each request, > 0.
-        max_num_reqs: maximum number of requests in a batch.
-
-    Returns:
-        Distinct keys, largest first.
-
-    Example:
-        >>> keys_of_token_counts([1, 8, 16], query_len=5, max_num_reqs=4)
-        [GraphKey(num_reqs=4, query_len=5), GraphKey(num_reqs=2, query_len=5), GraphKey(num_reqs=1, query_len=5)]
-    """
-    counts = {-(-tokens // query_len) for tokens in token_counts}
-    return [GraphKey(count, query_len) for count in sorted(counts, reverse=True) if count <= max_num_reqs]

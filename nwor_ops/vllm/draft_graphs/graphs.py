@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import graph_capture
 
-from nwor_ops.drafter import DraftLoop, GraphKey, keys_of_token_counts
+from nwor_ops.drafter import DraftLoop, GraphKey
 from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.errors import Errors
@@ -40,8 +40,9 @@ def captured_counts(vllm_config: Any, query_len: int, max_num_reqs: int) -> list
         max_num_reqs: maximum number of requests in a batch.
     """
     config = vllm_config.compilation_config
-    keys = keys_of_token_counts(config.cudagraph_capture_sizes or (), query_len, max_num_reqs)
-    return [key.num_reqs for key in keys if key.num_tokens <= config.max_cudagraph_capture_size]
+    most = min(max_num_reqs, config.max_cudagraph_capture_size // query_len)
+    counts = {-(-tokens // query_len) for tokens in config.cudagraph_capture_sizes or ()}
+    return sorted((count for count in counts if count <= most), reverse=True)
 
 
 class LoopGraphs:
