@@ -31,7 +31,7 @@ from nwor_ops.drafter import GraphKey
 BLOCKS, BLOCK_SIZE = 100, 4
 DRAFT_VOCABULARY = 113
 COLUMNS = LONGEST // BLOCK_SIZE + 2
-FAILING = ("_copy_inputs", "run_first_pass", "_propose")
+FAILING = ("_copy_inputs", "run_first_pass", "_draft")
 NAMES = ("draft.0", "draft.1")
 
 

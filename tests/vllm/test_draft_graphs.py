@@ -92,7 +92,7 @@ def test_proposers_draft_what_vllm_drafts() -> None:
         assert replays["decode"] == (0 if name == "one" else passes)
         # 40 batches, each run in one of three ways: all of it in "graphs", only the decode loop, or none of it. Batches
         # that failed after their first pass ran it twice.
-        assert replays["first_pass"] + sum(eager.values()) == 40 + failed["run_first_pass"] + failed["_propose"]
+        assert replays["first_pass"] + sum(eager.values()) == 40 + failed["run_first_pass"] + failed["_draft"]
         assert {MIXED, TOO_LARGE, FEWER, FAILED} <= set(eager) <= {MIXED, TOO_LARGE, FEWER, FAILED, NEAR, RANDOM}
         assert (RANDOM in eager) == (name == "probabilistic")
     assert any(NEAR in report["eager"] for report in ran.values())
@@ -249,8 +249,8 @@ class Runner(SimpleNamespace):
 
 
 def proposer_of(runner: Any) -> Any:
-    [found] = [proposer for proposer in draft_graphs._proposers if proposer.runner is runner]
-    return found
+    [proposer] = [drafter for drafter in draft_graphs._drafters if drafter.runner is runner]
+    return proposer
 
 
 def make_runner(drafter: Any, **changes: Any) -> Any:
@@ -370,7 +370,7 @@ def test_new_cache_gets_a_new_loop() -> None:
     second = proposer_of(runner)
     assert second is not first
     assert [patch.original.__func__ for patch in second.patches if patch.owner is drafter] == [EagleProposer.propose]
-    assert list(draft_graphs._proposers) == [second]
+    assert list(draft_graphs._drafters) == [second]
     assert first.graphs is None
     second.detach()
     assert drafter.propose.__func__ is EagleProposer.propose
@@ -482,19 +482,22 @@ def test_captured_keys_of_a_proposer() -> None:
 # ---------------------------------------------------------------- counters
 
 
-@pytest.mark.parametrize(("registry", "runner_attribute"), [("_speculators", "speculator"), ("_proposers", "drafter")])
-def test_runner_publishes_its_drafters_counts(registry: str, runner_attribute: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("is_v2", [True, False])
+def test_runner_publishes_its_drafters_counts(is_v2: bool, monkeypatch: Any) -> None:
     """V2's speculator is our object. V1's drafter is vLLM's, and our object has it."""
 
     class Drafter(GraphedDrafter):
-        capture_keys = None  # type: ignore[assignment]
+        capture_keys = _why_eager = _draft = None  # type: ignore[assignment]
 
     drafter: Any = Drafter()
-    drafter.drafter = object()
     drafter.errors, drafter.graphs = Errors(LOGGER, ""), None
     drafter._eager = Counter({"mixed": 2, DUMMY_RUN: 5})
-    monkeypatch.setattr(draft_graphs, registry, [drafter])
-    runner = SimpleNamespace(**{runner_attribute: drafter if registry == "_speculators" else drafter.drafter})
+    monkeypatch.setattr(draft_graphs, "_drafters", [drafter])
+    if is_v2:
+        runner = SimpleNamespace(speculator=drafter)
+    else:
+        drafter.drafter = object()
+        runner = SimpleNamespace(drafter=drafter.drafter)
     assert draft_graphs.counts(runner) == draft_graphs.counts(SimpleNamespace()) == {}  # before the capture
     passes = Counter({("decode", "loop"): 3, ("first_pass", "loop"): 1, ("decode", "eager"): 7})
     drafter.graphs = SimpleNamespace(loop=SimpleNamespace(counts=passes, host_seconds=0.25))

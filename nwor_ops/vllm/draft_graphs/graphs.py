@@ -5,13 +5,15 @@ from __future__ import annotations
 import abc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.distributed.parallel_state import graph_capture
 
-from nwor_ops.drafter import DraftLoop, GraphKey
+from nwor_ops import ops
+from nwor_ops.drafter import DraftBuffers, DraftLoop, GraphKey
 from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.errors import Errors
@@ -104,19 +106,60 @@ class GraphedDrafter(abc.ABC):
 
     Attributes:
         graphs: the graphs. None before they are captured, and if they were refused.
+        buffers: the buffers of the draft loop.
+        num_rejected: int32 ``[max_num_reqs]``. The number of rejected drafts of each row.
         errors: counts the steps in which vLLM's code drafted because ours failed.
     """
 
     graphs: Any  # LoopGraphs
+    buffers: DraftBuffers
+    num_rejected: Tensor
     errors: Errors
     _refuse: Refuse
     _logger: Any  # vLLM's
     _eager: Counter[str]  # passes that ran vLLM's code, by reason
 
-    def _count_errors(self, vllm_config: Any, logger: Any) -> None:
-        """Start to count errors. vLLM can draft after any of them, since it writes every input and every row again."""
-        config = settings_of(vllm_config)
-        self.errors = Errors.by_setting(config, logger, "with vLLM's drafter in this step")
+    def _set_up(self, vllm_config: Any, refuse: Refuse, logger: Any) -> None:
+        self.graphs, self._eager = None, Counter()
+        self._refuse, self._logger = refuse, logger
+        self.errors = Errors.by_setting(settings_of(vllm_config), logger, "with vLLM's drafter in this step")
+
+    @abc.abstractmethod
+    def _why_eager(self, **inputs: Any) -> str | None:
+        """Return the reason why a whole step with these arguments runs vLLM's code, or None."""
+
+    @abc.abstractmethod
+    def _draft(self, **inputs: Any) -> Tensor:
+        """Draft from graphs. The arguments are those of vLLM's ``propose``."""
+
+    @torch.inference_mode()
+    def draft(self, propose: Callable[..., Tensor], inputs: Mapping[str, Any]) -> Tensor:
+        """Draft from graphs, or with vLLM's ``propose``, also after any error: it writes every input and row again."""
+        captured = self.graphs is not None and self.graphs.most_requests > 0
+        why_eager = self._why_eager(**inputs) if captured else NOTHING_CAPTURED
+        if why_eager is None:
+            try:
+                return self._draft(**inputs)
+            except Exception as error:
+                self.errors.go_on(FAILED, error)
+                why_eager = FAILED
+        self._eager[why_eager] += 1
+        return propose(**inputs)
+
+    def _prepare_decode(self, rows: int, target_lens: Tensor, max_len: int) -> None:
+        """Write the inputs of the decode loop, from draft 0 and its position. Padded rows become inert."""
+        buffers = self.buffers
+        ops.prepare_decode_inputs(
+            buffers.draft_tokens[:rows],
+            target_lens,
+            self.num_rejected,
+            buffers.input_ids,
+            buffers.positions,
+            buffers.query_start_loc,
+            buffers.seq_lens,
+            max_len,
+            buffers.idx_mapping[:rows],
+        )
 
     @abc.abstractmethod
     def capture_keys(self) -> dict[int, list[GraphKey]]:

@@ -28,100 +28,75 @@ from nwor_ops.vllm.support.refusals import Check, Unsupported, check_engine
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 V1_RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
 
-_GPU = "vllm.v1.worker.gpu."
-_SPECULATOR = _GPU + "spec_decode.speculator"
-_STANDALONE = _GPU + "spec_decode.standalone_ar.speculator"
+
+def _methods(module: str, owner: str, **signatures: str) -> tuple[Hook, ...]:
+    """Return the hooks of some methods of a class."""
+    return tuple(Hook(module, f"{owner}.{name}", signature) for name, signature in signatures.items())
+
+
 _SHARED_HOOKS = (
-    Hook("vllm.v1.worker.utils", "AttentionGroup.update_draft_decode_metadata", "attn_metadata"),
-    Hook("vllm.v1.worker.utils", "AttentionGroup.map_to_kernel_block_table", "block_table, ubatch_idx"),
+    *_methods(
+        "vllm.v1.worker.utils",
+        "AttentionGroup",
+        update_draft_decode_metadata="attn_metadata",
+        map_to_kernel_block_table="block_table, ubatch_idx",
+    ),
     Hook("vllm.compilation.cudagraph_pool", "capture_pool", "pool, vllm_config"),
     Hook("vllm.distributed.parallel_state", "graph_capture", "device"),
 )
 # vLLM functions that the speculator overrides or calls.
 V2_HOOKS = (
     Hook(RUNNER_MODULE, "init_speculator", "vllm_config, device, req_states"),
-    Hook(_STANDALONE, "StandaloneARSpeculator.init_cudagraph_manager", "cudagraph_mode"),
-    Hook(_STANDALONE, "StandaloneARSpeculator.capture", ""),
-    Hook(
-        _STANDALONE,
-        "StandaloneARSpeculator.propose",
-        "input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, "
-        "num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, "
-        "dp_sync_state, dummy_run, skip_attn_for_dummy_run, mm_inputs, is_profile, "
-        "num_speculative_tokens",
+    *_methods(
+        "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",
+        "StandaloneARSpeculator",
+        init_cudagraph_manager="cudagraph_mode",
+        capture="",
+        propose="input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, "
+        "num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, dp_sync_state, dummy_run, "
+        "skip_attn_for_dummy_run, mm_inputs, is_profile, num_speculative_tokens",
+        _prefill="input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp",
+        _multi_step_decode="input_batch, num_rejected, num_reqs, skip_attn, num_tokens_across_dp",
+        _run_model="input_ids, positions, attn_metadata, slot_mappings, num_tokens_across_dp",
     ),
-    Hook(
-        _STANDALONE,
-        "StandaloneARSpeculator._prefill",
-        "input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp",
-    ),
-    Hook(
-        _STANDALONE,
-        "StandaloneARSpeculator._multi_step_decode",
-        "input_batch, num_rejected, num_reqs, skip_attn, num_tokens_across_dp",
-    ),
-    Hook(
-        _STANDALONE,
-        "StandaloneARSpeculator._run_model",
-        "input_ids, positions, attn_metadata, slot_mappings, num_tokens_across_dp",
-    ),
-    Hook(
-        _SPECULATOR,
-        "DraftModelSpeculator._build_attn_metadata",
-        "num_reqs, batch_desc, query_start_loc_np, seq_lens_cpu_upper_bound, step, causal, "
+    *_methods(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator",
+        _build_attn_metadata="num_reqs, batch_desc, query_start_loc_np, seq_lens_cpu_upper_bound, step, causal, "
         "dcp_local_seq_lens, slot_mappings",
     ),
-    Hook(
-        _GPU + "block_table",
-        "BlockTables.compute_slot_mappings",
-        "idx_mapping, query_start_loc, positions, num_tokens_padded, out",
+    *_methods(
+        "vllm.v1.worker.gpu.block_table",
+        "BlockTables",
+        compute_slot_mappings="idx_mapping, query_start_loc, positions, num_tokens_padded, out",
     ),
     *_SHARED_HOOKS,
 )
-_PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"
 # vLLM functions that the proposer replaces or calls.
 V1_HOOKS = (
-    Hook(V1_RUNNER_MODULE, "GPUModelRunner.capture_model", ""),
-    Hook(V1_RUNNER_MODULE, "GPUModelRunner._freeze_gc", ""),
-    Hook(
-        _PROPOSER,
-        "SpecDecodeBaseProposer.propose",
-        "num_speculative_tokens, target_token_ids, target_positions, target_hidden_states, next_token_ids, "
+    *_methods(V1_RUNNER_MODULE, "GPUModelRunner", capture_model="", _freeze_gc=""),
+    *_methods(
+        "vllm.v1.spec_decode.llm_base_proposer",
+        "SpecDecodeBaseProposer",
+        propose="num_speculative_tokens, target_token_ids, target_positions, target_hidden_states, next_token_ids, "
         "token_indices_to_sample, common_attn_metadata, sampling_metadata, mm_embed_inputs, num_rejected_tokens_gpu, "
         "slot_mappings",
+        set_inputs_first_pass="target_token_ids, next_token_ids, target_positions, target_hidden_states, "
+        "token_indices_to_sample, cad, num_rejected_tokens_gpu",
+        build_model_inputs_first_pass="num_tokens, num_input_tokens, mm_embed_inputs",
+        build_per_group_and_layer_attn_metadata="common_attn_metadata, draft_index",
+        _determine_batch_execution_and_padding="num_tokens, use_cudagraphs",
+        _get_slot_mapping="num_tokens, slot_mapping",
+        _greedy_sample="hidden_states",
+        model_returns_tuple="",
     ),
-    Hook(
-        _PROPOSER,
-        "SpecDecodeBaseProposer.set_inputs_first_pass",
-        "target_token_ids, next_token_ids, target_positions, target_hidden_states, token_indices_to_sample, cad, "
-        "num_rejected_tokens_gpu",
-    ),
-    Hook(
-        _PROPOSER,
-        "SpecDecodeBaseProposer.build_model_inputs_first_pass",
-        "num_tokens, num_input_tokens, mm_embed_inputs",
-    ),
-    Hook(
-        _PROPOSER,
-        "SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata",
-        "common_attn_metadata, draft_index",
-    ),
-    Hook(
-        _PROPOSER,
-        "SpecDecodeBaseProposer._determine_batch_execution_and_padding",
-        "num_tokens, use_cudagraphs",
-    ),
-    Hook(_PROPOSER, "SpecDecodeBaseProposer._get_slot_mapping", "num_tokens, slot_mapping"),
-    Hook(_PROPOSER, "SpecDecodeBaseProposer._greedy_sample", "hidden_states"),
-    Hook(_PROPOSER, "SpecDecodeBaseProposer.model_returns_tuple", ""),
     *_SHARED_HOOKS,
 )
 # All hooks, for checks without an engine.
 HOOKS = (*V2_HOOKS, *(hook for hook in V1_HOOKS if hook not in _SHARED_HOOKS))
 
 _patches = Patches(DRAFT_GRAPHS)
-_speculators: weakref.WeakSet[Any] = weakref.WeakSet()
-_proposers: weakref.WeakSet[Any] = weakref.WeakSet()  # drafters of the V1 runner
+_drafters: weakref.WeakSet[Any] = weakref.WeakSet()  # GraphedDrafter
 
 
 def draft_graph_reports() -> list[DraftGraphReport]:
@@ -133,14 +108,15 @@ def draft_graph_reports() -> list[DraftGraphReport]:
         >>> [report.replays for report in nwor_ops.vllm.draft_graph_reports()]
         []
     """
-    return [drafter.report() for drafter in (*_speculators, *_proposers)]
+    return [drafter.report() for drafter in _drafters]
 
 
 def graphed_drafter(runner: Any) -> Any:
     """Return the drafter of a runner if it has captured graphs, otherwise None."""
-    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)  # V2, V1
-    for graphed in (*_speculators, *_proposers) if drafter is not None else ():
-        if graphed.graphs is not None and drafter in (graphed, getattr(graphed, "drafter", None)):
+    names = ("speculator", "drafter")  # V2, V1
+    drafters = [getattr(runner, name) for name in names if getattr(runner, name, None) is not None]
+    for graphed in _drafters:
+        if graphed.graphs is not None and getattr(graphed, "drafter", graphed) in drafters:
             return graphed
     return None
 
@@ -191,7 +167,7 @@ def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any)
         functools.partial(refuse, config, logger=logger),
         logger,
     )
-    _speculators.add(speculator)
+    _drafters.add(speculator)
     return speculator
 
 
@@ -206,17 +182,15 @@ def attach(runner: Any, module: str, logger: Any) -> None:
     if runner.speculative_config is None:
         logger.info("nwor: draft graphs: not active: the engine does not speculate")
         return
-    if module != V1_RUNNER_MODULE:
-        return
-    if not _may_have_graphs(config, runner.vllm_config, runner.device, logger):
+    if module != V1_RUNNER_MODULE or not _may_have_graphs(config, runner.vllm_config, runner.device, logger):
         return
     from nwor_ops.vllm.draft_graphs.proposer import GraphedProposer
 
-    for old in [proposer for proposer in _proposers if proposer.runner is runner]:
+    for old in [drafter for drafter in _drafters if getattr(drafter, "runner", None) is runner]:
         old.detach()
-        _proposers.discard(old)
+        _drafters.discard(old)
     try:
-        _proposers.add(GraphedProposer(runner, functools.partial(refuse, config, logger=logger), logger))
+        _drafters.add(GraphedProposer(runner, functools.partial(refuse, config, logger=logger), logger))
     except Unsupported as error:
         refuse(config, error, logger)
 

@@ -15,7 +15,6 @@ passes have none if the batch is larger than the largest graph, close to the mod
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -30,12 +29,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftMetadata, GraphKey
 from nwor_ops.vllm.draft_graphs.graphs import (
-    FAILED,
     MIXED,
-    NOTHING_CAPTURED,
     TOO_LARGE,
     TOO_MANY_TOKENS,
     GraphedDrafter,
@@ -111,23 +107,6 @@ class ProposerMetadata(DraftMetadata):
         slots.copy_(numbers.masked_fill_(self._proposer.buffers.idx_mapping[:rows] < 0, _NO_SLOT))
 
 
-class ProposedFirstPass:
-    """The first pass. vLLM's preparation has already written its tokens, slots, starts and lengths.
-
-    Args:
-        proposer: the owner of the buffers that it reads.
-    """
-
-    def __init__(self, proposer: GraphedProposer) -> None:
-        self._proposer = proposer
-
-    def expand(self, key: GraphKey) -> None:
-        """Do nothing: vLLM has expanded the batch."""
-
-    def finish(self, key: GraphKey, output: Tensor, next_hidden: Tensor | None) -> None:
-        self._proposer.finish_first_pass(key.num_reqs, output, next_hidden)
-
-
 class GraphedProposer(GraphedDrafter):
     """Draft with graphs in the V1 runner. Replaces ``propose`` of the drafter after the runner's cache is bound.
 
@@ -146,10 +125,8 @@ class GraphedProposer(GraphedDrafter):
         check_drafter(drafter)
         check_attention([drafter.draft_attn_groups])
         check_graph_mode(runner.cudagraph_dispatcher.cudagraph_mode)
-        self._refuse, self._logger = refuse, logger
-        self._eager: Counter[str] = Counter()
         self._vllm_config, self._device = drafter.vllm_config, drafter.device
-        self._count_errors(self._vllm_config, logger)
+        self._set_up(self._vllm_config, refuse, logger)
         self.num_drafts: int = drafter.speculative_config.num_speculative_tokens
         # Tokens of each request in the first pass. In the target it has K + 1.
         self.query_len = self.num_drafts + 1 + drafter.net_num_new_slots_per_request
@@ -159,7 +136,7 @@ class GraphedProposer(GraphedDrafter):
         self._allocate(runner.input_batch.block_table[group].block_table.gpu.shape[1])
         self._freeze_gc = runner._freeze_gc
         self._pool: Any = None
-        self.graphs: LoopGraphs | None = LoopGraphs(self._device, self.make_loop())
+        self.graphs = LoopGraphs(self._device, self.make_loop())
         self.patches = Patches(DRAFT_GRAPHS)
         self.patches.put_methods(drafter, self, ["propose"])
         self.patches.put_methods(runner, self, ["capture_model"])
@@ -216,7 +193,7 @@ class GraphedProposer(GraphedDrafter):
             ProposerMetadata(self),
             self.num_drafts,
             self.drafter.max_model_len,
-            first_pass=ProposedFirstPass(self),
+            first_pass=self,
             pool=self._capture_pool,
         )
 
@@ -272,10 +249,13 @@ class GraphedProposer(GraphedDrafter):
         sampled_from, carried = output if self.drafter.model_returns_tuple() else (output, output)
         return sampled_from, carried.to(self.drafter.hidden_states.dtype)
 
-    def finish_first_pass(self, rows: int, output: Tensor, next_hidden: Tensor | None) -> None:
-        """Sample draft 0 and write the inputs of the decode loop, whichever code ran the first pass. Padded rows become
-        inert."""
-        buffers, last = self.buffers, self.last_token_indices[:rows]
+    def expand(self, key: GraphKey) -> None:
+        """Do nothing: vLLM's preparation of the first pass has written its tokens, slots, starts and lengths."""
+
+    def finish(self, key: GraphKey, output: Tensor, next_hidden: Tensor | None) -> None:
+        """Sample draft 0 and write the inputs of the decode loop, whichever code ran the first pass."""
+        rows, buffers = key.num_reqs, self.buffers
+        last = self.last_token_indices[:rows]
         buffers.draft_tokens[:rows, 0] = self.drafter._greedy_sample(output[last])
         if self.num_drafts == 1:
             return
@@ -283,24 +263,17 @@ class GraphedProposer(GraphedDrafter):
         if next_hidden is not None:
             assert buffers.hidden_states is not None
             buffers.hidden_states[:rows] = next_hidden[last]
-        ops.prepare_decode_inputs(
-            buffers.draft_tokens[:rows],
-            self.first_pass_lens,
-            self.num_rejected,
-            buffers.input_ids,
-            buffers.positions,
-            buffers.query_start_loc,
-            buffers.seq_lens,
-            self.drafter.max_model_len,
-            buffers.idx_mapping[:rows],
-        )
+        self._prepare_decode(rows, self.first_pass_lens, self.drafter.max_model_len)
 
     # ------------------------------------------------------------ a step
 
-    @torch.inference_mode()
-    def propose(
+    def propose(self, propose: Callable[..., Tensor], **inputs: Any) -> Tensor:
+        """Draft K tokens for each request. Result and arguments are those of ``propose``, vLLM's method."""
+        return self.draft(propose, inputs)
+
+    def _draft(  # type: ignore[override]
         self,
-        propose: Callable[..., Tensor],
+        *,
         num_speculative_tokens: int,
         target_token_ids: Tensor,
         target_positions: Tensor,
@@ -308,59 +281,11 @@ class GraphedProposer(GraphedDrafter):
         next_token_ids: Tensor,
         token_indices_to_sample: Tensor | None,
         common_attn_metadata: CommonAttentionMetadata,
-        sampling_metadata: Any,
         mm_embed_inputs: Any = None,
         num_rejected_tokens_gpu: Tensor | None = None,
-        slot_mappings: Any = None,
-    ) -> Tensor:
-        """Draft K tokens for each request. Result and arguments are those of ``propose``, vLLM's method."""
-        why_eager = self._why_eager(num_speculative_tokens, common_attn_metadata, sampling_metadata)
-        if why_eager is None:
-            try:
-                return self._propose(
-                    num_speculative_tokens,
-                    target_token_ids,
-                    target_positions,
-                    target_hidden_states,
-                    next_token_ids,
-                    token_indices_to_sample,
-                    common_attn_metadata,
-                    mm_embed_inputs,
-                    num_rejected_tokens_gpu,
-                )
-            except Exception as error:
-                self._copied_rows = None  # some of the rows may not be copied
-                self.errors.go_on(FAILED, error)
-                why_eager = FAILED
-        self._eager[why_eager] += 1
-        return propose(
-            num_speculative_tokens=num_speculative_tokens,
-            target_token_ids=target_token_ids,
-            target_positions=target_positions,
-            target_hidden_states=target_hidden_states,
-            next_token_ids=next_token_ids,
-            token_indices_to_sample=token_indices_to_sample,
-            common_attn_metadata=common_attn_metadata,
-            sampling_metadata=sampling_metadata,
-            mm_embed_inputs=mm_embed_inputs,
-            num_rejected_tokens_gpu=num_rejected_tokens_gpu,
-            slot_mappings=slot_mappings,
-        )
-
-    def _propose(
-        self,
-        num_speculative_tokens: int,
-        target_token_ids: Tensor,
-        target_positions: Tensor,
-        target_hidden_states: Tensor,
-        next_token_ids: Tensor,
-        token_indices_to_sample: Tensor | None,
-        common_attn_metadata: CommonAttentionMetadata,
-        mm_embed_inputs: Any,
-        num_rejected_tokens_gpu: Tensor | None,
+        **inputs: Any,
     ) -> Tensor:
         """Draft with a graph for the decode loop, and for the first pass if it has one."""
-        assert self.graphs is not None
         drafter, loop, rows = self.drafter, self.graphs.loop, common_attn_metadata.num_reqs
         drafter.num_speculative_tokens, drafter._last_draft_probs = num_speculative_tokens, None
         if drafter.method == "eagle3":
@@ -383,29 +308,32 @@ class GraphedProposer(GraphedDrafter):
             loop.run_first_pass(rows, self.query_len)
         else:
             self._eager[why_eager] += 1
-            self._run_first_pass(num_tokens, batch, mm_embed_inputs, padded)
+            self._run_first_pass(num_tokens, batch, mm_embed_inputs, GraphKey(padded, self.query_len))
         # Return a copy, because vLLM copies the result to the host on another stream.
         return loop.run(rows, inert_tails=True).clone()
 
-    def _why_eager(self, num_drafts: int, batch: CommonAttentionMetadata, sampling_metadata: Any) -> str | None:
-        """Return the reason why this whole step runs vLLM's code, or None."""
-        drafter = self.drafter
-        if self.graphs is None or self.graphs.most_requests == 0:
-            return NOTHING_CAPTURED
-        if num_drafts != self.num_drafts:
+    def _why_eager(  # type: ignore[override]
+        self,
+        *,
+        num_speculative_tokens: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        sampling_metadata: Any,
+        **inputs: Any,
+    ) -> str | None:
+        drafter, batch = self.drafter, common_attn_metadata
+        if num_speculative_tokens != self.num_drafts:
             return _FEWER_DRAFTS
         if drafter._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy:
             return _RANDOM
         if batch.num_reqs > self.graphs.most_requests:
             return TOO_LARGE
         # Beyond the limit, vLLM's positions start again. Its runner does not let them get there.
-        if batch.max_seq_len + drafter.net_num_new_slots_per_request + num_drafts - 1 > drafter.max_model_len:
+        if batch.max_seq_len + drafter.net_num_new_slots_per_request + self.num_drafts - 1 > drafter.max_model_len:
             return _NEAR_LIMIT
         return None
 
     def _why_eager_first_pass(self, num_tokens: int, batch: CommonAttentionMetadata) -> str | None:
         """Return the reason why the first pass runs vLLM's code, or None. ``batch`` is the batch of that pass."""
-        assert self.graphs is not None
         if batch.max_query_len != self.query_len or num_tokens != batch.num_reqs * self.query_len:
             return MIXED
         if self.graphs.loop.dispatch(batch.num_reqs, self.query_len).mode == "eager":
@@ -421,9 +349,9 @@ class GraphedProposer(GraphedDrafter):
         num_rejected: Tensor | None,
     ) -> None:
         """Copy what is new in this batch into the buffers of the graphs. Rows [rows, padded) become inert."""
-        buffers = self.buffers
-        if rows != self._copied_rows:
-            self._copied_rows = rows
+        buffers, copied_rows = self.buffers, self._copied_rows
+        self._copied_rows = None  # until all rows are copied
+        if rows != copied_rows:
             buffers.idx_mapping[:rows].copy_(self._row_numbers[:rows])
             buffers.idx_mapping[rows:].fill_(-1)
             buffers.seq_lens[rows:].zero_()
@@ -440,8 +368,11 @@ class GraphedProposer(GraphedDrafter):
             self.num_rejected[:rows].zero_()
         else:
             self.num_rejected[:rows].copy_(num_rejected)
+        self._copied_rows = rows
 
-    def _run_first_pass(self, num_tokens: int, batch: CommonAttentionMetadata, mm_embed_inputs: Any, rows: int) -> None:
+    def _run_first_pass(
+        self, num_tokens: int, batch: CommonAttentionMetadata, mm_embed_inputs: Any, key: GraphKey
+    ) -> None:
         """Run the first pass as vLLM does, from its piecewise graphs if one has this size."""
         drafter = self.drafter
         _, attention = drafter.build_per_group_and_layer_attn_metadata(batch)
@@ -456,7 +387,7 @@ class GraphedProposer(GraphedDrafter):
         ):
             output = self._outputs(drafter.model(**inputs))
         sampled_from, carried = output if isinstance(output, tuple) else (output, None)
-        self.finish_first_pass(rows, sampled_from, carried)
+        self.finish(key, sampled_from, carried)
 
 
 def check_drafter(drafter: Any) -> None:

@@ -18,7 +18,7 @@ lie in the runner's persistent buffers. The inherited code of vLLM runs what has
 
 from __future__ import annotations
 
-from collections import Counter
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,9 +34,7 @@ from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, GraphKey
 from nwor_ops.vllm.draft_graphs.graphs import (
     DUMMY_RUN,
-    FAILED,
     MIXED,
-    NOTHING_CAPTURED,
     TOO_LARGE,
     TOO_MANY_TOKENS,
     GraphedDrafter,
@@ -47,6 +45,8 @@ from nwor_ops.vllm.draft_graphs.graphs import (
 from nwor_ops.vllm.draft_graphs.metadata import LayerMetadata, VllmDraftMetadata
 from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode
 from nwor_ops.vllm.support.refusals import Unsupported
+
+_INPUTS = tuple(inspect.signature(StandaloneARSpeculator.propose).parameters)[1:]  # without self
 
 
 def _padded(counts: Iterable[int], batches: Iterable[int]) -> list[int]:
@@ -87,61 +87,6 @@ class DraftGraphManager(LoopGraphs, CudaGraphManager):
         self.keys = {}
 
 
-class ExpandedFirstPass:
-    """The first pass. Each request has its accepted tokens, the target's own token, and its rejected tokens.
-
-    Args:
-        speculator: the owner of the buffers that it writes.
-    """
-
-    def __init__(self, speculator: GraphedDraftModelSpeculator) -> None:
-        self._speculator = speculator
-        tokens = speculator.expanded_input_ids.shape[0]
-        # vLLM writes the keys of rejected tokens too; later passes overwrite them before they are read.
-        self._none, self._is_rejected, self._is_masked = torch.zeros(
-            3, tokens, dtype=torch.bool, device=speculator.device
-        ).unbind()
-
-    def expand(self, key: GraphKey) -> None:
-        s, rows, tokens = self._speculator, key.num_reqs, key.num_tokens
-        target, idx_mapping = s.target_input_buffers, s.idx_mapping[:rows]
-        positions = s.expanded_positions[:tokens]
-        ops.copy_expand_inputs(
-            target.input_ids,
-            target.positions,
-            target.query_start_loc,
-            s.num_rejected[:rows],
-            s.last_sampled,
-            s.expanded_input_ids[:tokens],
-            positions,
-            self._is_rejected[:tokens],
-            self._is_masked[:tokens],
-            s.last_token_indices,
-            max_model_len=s.max_model_len,
-            idx_mapping=idx_mapping,
-        )
-        for group in sorted({group.kv_cache_group_id for groups in s.attn_groups for group in groups}):
-            ops.extend_queries(
-                target.query_start_loc,
-                target.seq_lens[:rows],
-                positions,
-                self._none,
-                s.block_tables.input_block_tables[group][:rows],
-                s.input_buffers.query_start_loc,
-                s.input_buffers.seq_lens,
-                s.expanded_slot_mappings[group, :tokens],
-                s.block_tables.block_sizes[group],
-                s.max_model_len,
-                idx_mapping=idx_mapping,
-            )
-
-    def finish(self, key: GraphKey, output: Tensor, next_hidden: Tensor | None) -> None:
-        s, rows = self._speculator, key.num_reqs
-        last = s.last_token_indices[:rows]
-        s.draft_tokens[:rows, 0] = s.sample_rows(rows, output[last], s.expanded_positions[last])
-        s.start_decode(rows)
-
-
 class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
     """Draft with graphs in the V2 runner. The plugin creates it in place of its base class.
 
@@ -157,15 +102,15 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         self, vllm_config: Any, device: torch.device, last_sampled: Tensor, refuse: Refuse, logger: Any
     ) -> None:
         super().__init__(vllm_config, device)
-        self.graphs: DraftGraphManager | None = None
+        self._set_up(vllm_config, refuse, logger)
         self.last_sampled = last_sampled.view(-1)
         self.num_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         # Lengths that include the target's own token, which the expansion inserted. Not clamped to the model's limit.
         self._expanded_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
-        self._refuse = refuse
-        self._logger = logger
-        self._eager: Counter[str] = Counter()
-        self._count_errors(vllm_config, logger)
+        # vLLM writes the keys of rejected tokens too; later passes overwrite them before they are read.
+        self._none, self._is_rejected, self._is_masked = torch.zeros(
+            3, self.expanded_input_ids.shape[0], dtype=torch.bool, device=device
+        ).unbind()
         self.drafts_by_requests = self._schedule()
         self._numbers_of_drafts = set(self.drafts_by_requests[1:])
 
@@ -193,7 +138,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
 
     def make_loop(self, pool: Any = None) -> DraftLoop:
         """Create the draft loop over vLLM's buffers. It holds no graphs yet."""
-        buffers = DraftBuffers(
+        self.buffers = DraftBuffers(
             input_ids=self.input_buffers.input_ids,
             positions=self.input_buffers.positions,
             query_start_loc=self.input_buffers.query_start_loc,
@@ -205,11 +150,11 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         return DraftLoop(
             self._forward,
             lambda key, output: self.sample_rows(key.num_reqs, output, self.input_buffers.positions[: key.num_reqs]),
-            buffers,
+            self.buffers,
             VllmDraftMetadata(self),
             self.num_speculative_steps,
             self.max_model_len,
-            first_pass=ExpandedFirstPass(self),
+            first_pass=self,
             pool=pool,
         )
 
@@ -270,88 +215,93 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         """Write the inputs of the decode loop after the first pass, whichever code ran it. Padded rows become inert."""
         if self.num_speculative_steps == 1:
             return
-        buffers = self.input_buffers
-        torch.index_select(self.expanded_positions, 0, self.last_token_indices[:rows], out=buffers.positions[:rows])
+        positions = self.input_buffers.positions[:rows]
+        torch.index_select(self.expanded_positions, 0, self.last_token_indices[:rows], out=positions)
         torch.add(self.target_input_buffers.seq_lens[:rows], 1, out=self._expanded_lens[:rows])
-        ops.prepare_decode_inputs(
-            self.draft_tokens[:rows],
-            self._expanded_lens,
-            self.num_rejected,
-            buffers.input_ids,
-            buffers.positions,
-            buffers.query_start_loc,
-            buffers.seq_lens,
-            self.max_model_len,
-            self.idx_mapping[:rows],
+        self._prepare_decode(rows, self._expanded_lens, self.max_model_len)
+
+    def expand(self, key: GraphKey) -> None:
+        """Write the tokens of the first pass: accepted tokens, the target's own token, and rejected tokens."""
+        target, rows, tokens = self.target_input_buffers, key.num_reqs, key.num_tokens
+        idx_mapping, positions = self.idx_mapping[:rows], self.expanded_positions[:tokens]
+        ops.copy_expand_inputs(
+            target.input_ids,
+            target.positions,
+            target.query_start_loc,
+            self.num_rejected[:rows],
+            self.last_sampled,
+            self.expanded_input_ids[:tokens],
+            positions,
+            self._is_rejected[:tokens],
+            self._is_masked[:tokens],
+            self.last_token_indices,
+            max_model_len=self.max_model_len,
+            idx_mapping=idx_mapping,
         )
+        for group in sorted({group.kv_cache_group_id for groups in self.attn_groups for group in groups}):
+            ops.extend_queries(
+                target.query_start_loc,
+                target.seq_lens[:rows],
+                positions,
+                self._none,
+                self.block_tables.input_block_tables[group][:rows],
+                self.input_buffers.query_start_loc,
+                self.input_buffers.seq_lens,
+                self.expanded_slot_mappings[group, :tokens],
+                self.block_tables.block_sizes[group],
+                self.max_model_len,
+                idx_mapping=idx_mapping,
+            )
+
+    def finish(self, key: GraphKey, output: Tensor, next_hidden: Tensor | None) -> None:
+        """Sample draft 0 and write the inputs of the decode loop."""
+        rows, last = key.num_reqs, self.last_token_indices[: key.num_reqs]
+        self.draft_tokens[:rows, 0] = self.sample_rows(rows, output[last], self.expanded_positions[last])
+        self.start_decode(rows)
 
     # ------------------------------------------------------------ a step
 
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, Tensor],
-        last_hidden_states: Tensor,
-        aux_hidden_states: list[Tensor] | None,
-        num_sampled: Tensor,
-        num_rejected: Tensor,
-        last_sampled: Tensor,
-        next_prefill_tokens: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        dp_sync_state: Any = None,
-        dummy_run: bool = False,
-        skip_attn_for_dummy_run: bool = False,
-        mm_inputs: Any = None,
-        is_profile: bool = False,
-        num_speculative_tokens: int | None = None,
-    ) -> Tensor:
+    def propose(self, *args: Any, **kwargs: Any) -> Tensor:
         """Draft for each request. Arguments and result are the same as in vLLM.
 
         Only the first ``num_speculative_tokens`` of the K columns are valid.
         """
-        rows, most = input_batch.num_reqs, self.num_speculative_steps
-        drafts = most if num_speculative_tokens is None else min(num_speculative_tokens, most)
-        why_eager = self._why_eager(input_batch, drafts, dummy_run or is_profile)
-        if why_eager is None:
-            try:
-                self._copy_inputs(rows, input_batch.idx_mapping, num_rejected, temperature, seeds)
-                self._run_first_pass(input_batch, num_rejected, last_sampled, rows, drafts)
-                return self._run_decode_loop(rows, drafts)
-            except Exception as error:
-                self.errors.go_on(FAILED, error)
-                why_eager = FAILED
-        self._eager[why_eager] += 1
-        return super().propose(
-            input_batch=input_batch,
-            attn_metadata=attn_metadata,
-            slot_mappings=slot_mappings,
-            last_hidden_states=last_hidden_states,
-            aux_hidden_states=aux_hidden_states,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
-            last_sampled=last_sampled,
-            next_prefill_tokens=next_prefill_tokens,
-            temperature=temperature,
-            seeds=seeds,
-            dp_sync_state=dp_sync_state,
-            dummy_run=dummy_run,
-            skip_attn_for_dummy_run=skip_attn_for_dummy_run,
-            mm_inputs=mm_inputs,
-            is_profile=is_profile,
-            num_speculative_tokens=num_speculative_tokens,
-        )
+        return self.draft(super().propose, dict(zip(_INPUTS, args, strict=False)) | kwargs)
 
-    def _why_eager(self, input_batch: Any, drafts: int, dummy: bool) -> str | None:
-        """Return the reason why this whole step runs vLLM's code, or None."""
-        if self.graphs is None or self.graphs.most_requests == 0:
-            return NOTHING_CAPTURED
-        if dummy:
+    def _draft(  # type: ignore[override]
+        self,
+        *,
+        input_batch: Any,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        num_speculative_tokens: int | None = None,
+        **inputs: Any,
+    ) -> Tensor:
+        rows, drafts = input_batch.num_reqs, self._num_drafts(num_speculative_tokens)
+        self._copy_inputs(rows, input_batch.idx_mapping, num_rejected, temperature, seeds)
+        self._run_first_pass(input_batch, num_rejected, last_sampled, rows, drafts)
+        return self._run_decode_loop(rows, drafts)
+
+    def _num_drafts(self, num_speculative_tokens: int | None) -> int:
+        most: int = self.num_speculative_steps
+        return most if num_speculative_tokens is None else min(num_speculative_tokens, most)
+
+    def _why_eager(  # type: ignore[override]
+        self,
+        *,
+        input_batch: Any,
+        dummy_run: bool = False,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+        **inputs: Any,
+    ) -> str | None:
+        if dummy_run or is_profile:
             return DUMMY_RUN
         if input_batch.num_reqs > self.graphs.most_requests:
             return TOO_LARGE
+        drafts = self._num_drafts(num_speculative_tokens)
         if drafts > 1 and self.graphs.loop.dispatch(input_batch.num_reqs, num_drafts=drafts).mode == "eager":
             return "a number of drafts without a graph for so many requests"
         return None
@@ -370,7 +320,6 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
     def _run_first_pass(
         self, input_batch: Any, num_rejected: Tensor, last_sampled: Tensor, rows: int, drafts: int
     ) -> None:
-        assert self.graphs is not None
         loop, query_len = self.graphs.loop, self._uniform_length(input_batch) + 1
         why_eager = None
         if query_len - 2 not in self._numbers_of_drafts:
@@ -387,7 +336,6 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
 
     def _run_decode_loop(self, rows: int, drafts: int) -> Tensor:
         """Return all K columns, of which the runner uses ``drafts``."""
-        assert self.graphs is not None
         if drafts > 1:
             self.graphs.loop.run(rows, inert_tails=True, num_drafts=drafts)
         return self.draft_tokens[:rows]
