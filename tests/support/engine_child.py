@@ -405,7 +405,7 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         "gdn_prefill_backends": sorted(
             {layer.gdn_prefill_backend for layer in layers if hasattr(layer, "gdn_prefill_backend")}
         ),
-        "recorded_layers": [name for audit in audits for name in audit.recorded_layers],
+        "recorded_layers": [name for audit in audits for name in audit._recorders],
         "draft_graphs": [report.as_dict() for report in _draft_graphs()],
         "draft_vocabulary": _describe_vocabulary(runner),
         "recurrent": [

@@ -9,7 +9,12 @@ states that the step may change are left out (:mod:`nwor_ops.vllm.audit.recurren
 The rows that a step writes are recorded on the device, by a copy at each write site into buffers with fixed addresses.
 A CUDA graph captures these copies, so a replay is audited like an eager step.
 
-Each mode is a subclass that supplies the expected image and the moments of comparison.
+On a pipeline rank that does not sample, other steps run before a window is settled. The audit therefore has two
+images: the settled rows, and the same with the drafts of deferred windows. The cache must hold the second one at the
+end of each forward, after a window is settled, and after the drafts of a request that ended are undone. Elsewhere both
+are one.
+
+Mode ``"stage"`` is a subclass that supplies the expected image and more moments of comparison.
 """
 
 from __future__ import annotations
@@ -113,8 +118,13 @@ def listed(slots: list[int], slot_mapping: Tensor) -> str:
     return ", ".join(texts) + (f" and {len(slots) - 8} more" if len(slots) > 8 else "")
 
 
+def _leave_out_tokens(records: Records, tokens: Sequence[int]) -> None:
+    for _, _, slots, _ in records.values():
+        slots[list(tokens)] = -1
+
+
 class CacheAudit(StepListener):
-    """Audit one model runner in mode ``"cow"``, or without a transaction.
+    """Audit one model runner in mode ``"cow"``, with or without deferred windows, or without a transaction.
 
     Args:
         layers: the target layers.
@@ -139,7 +149,10 @@ class CacheAudit(StepListener):
         self._max_num_tokens = max_num_tokens
         self._recorders: dict[str, _Recorder] = {}
         self._step: AuditedStep | None = None
-        self._before: Images = {}  # the cache before the step
+        self._settled: Images = {}  # the expected cache, without the drafts of deferred windows
+        self._now: Images = {}  # the expected cache
+        # By handle, in the order of steps: the windows without an outcome, with the records of their drafts.
+        self._deferred: dict[Any, tuple[AuditedStep, Records]] = {}
         self._loading: Images = {}  # the cache before a load
         self._left_out: dict[int, Tensor] = {}  # mask of the bytes that others may change in this step
         self._shadows: dict[int, Tensor] = {}  # mask of the shadow pages
@@ -158,9 +171,20 @@ class CacheAudit(StepListener):
         block_tables: Mapping[str, Tensor] | None = None,
         seq_lens: Tensor | None = None,
     ) -> None:
-        """Copy the whole cache before the forward."""
-        self._step = step = self._begun(query_start_loc, num_draft_tokens, slot_mappings)
-        self._before = self._copies()
+        """Expect the cache as it is before the forward: vLLM may have cleared or copied blocks."""
+        for recorder in self._recorders.values():
+            recorder.slot_mapping.fill_(-1)  # no layer has written in this step yet
+        starts = [int(start) for start in query_start_loc]
+        slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
+        self._step = step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots)
+        present = self._copies()
+        if self._deferred:
+            for address, image in present.items():
+                changed = bytes_of(image) != bytes_of(self._now[address])
+                bytes_of(self._settled[address])[changed] = bytes_of(image)[changed]
+        else:
+            self._settled = present
+        self._now = present
         self._forget_zeroed_blocks()
         self._left_out = self._recurrent_states() if self._recurrent else {}
         for address, mask in self._shadows.items():
@@ -170,16 +194,6 @@ class CacheAudit(StepListener):
             owned = {group: self._blocks(group, table, lens) for group, table in block_tables.items()}
             for address in self._storages:
                 self._leave_out(address, ~self._bytes_of_pages(address, owned))
-
-    def _begun(
-        self, query_start_loc: Sequence[int], num_draft_tokens: Sequence[int], slot_mappings: Mapping[str, Tensor]
-    ) -> AuditedStep:
-        """Return the new step. No layer has written in it yet."""
-        for recorder in self._recorders.values():
-            recorder.slot_mapping.fill_(-1)
-        starts = [int(start) for start in query_start_loc]
-        slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
-        return AuditedStep(starts, [int(number) for number in num_draft_tokens], slots)
 
     def loading(self) -> None:
         """Copy the cache before a KV connector loads rows or waits for them."""
@@ -196,7 +210,7 @@ class CacheAudit(StepListener):
             present = bytes_of(self._storages[address])
             changed = present != bytes_of(image)
             self._take_slots(address, changed, drafts)
-            bytes_of(self._before[address])[changed] = present[changed]
+            bytes_of(self._settled[address])[changed] = present[changed]
 
     def record(
         self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
@@ -216,7 +230,7 @@ class CacheAudit(StepListener):
         """Note which bytes the forward changed. Called after the forward and again before sampling."""
         if self._step is not None:
             for address, storage in self._storages.items():
-                self._step.touched[address] = bytes_of(storage) != bytes_of(self._before[address])
+                self._step.touched[address] = bytes_of(storage) != bytes_of(self._settled[address])
 
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """Compare the cache after the step."""
@@ -226,8 +240,8 @@ class CacheAudit(StepListener):
         rejected = self._rejected_tokens(step, None if num_sampled is None else num_sampled())
         slots = {group: step.slots_of(group, rejected) for group in step.slot_mappings}
         self._count_exposed(step.touched, slots)
-        self._expect(step, self._before, rejected)
-        stale = self._compare(step, self._before, rejected=slots, undone=undone)
+        self._expect(step, self._settled, rejected)
+        stale = self._compare_now(step, rejected=slots, undone=undone)
         self._count_step(step)
         for group, own in step.slot_mappings.items():
             kept = own.clone()
@@ -240,17 +254,48 @@ class CacheAudit(StepListener):
         """Forget the open step. It ends without a result that could be compared."""
         self._step = None
 
+    # ------------------------------------------------------------ events of deferred windows
+
+    def deferred(self, deferred: Any) -> None:
+        """Compare the cache at the end of a forward. All rows of a step without a window are settled."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        # The next step overwrites the recorders.
+        records = {
+            name: (k.clone(), v.clone(), slots, rest) for name, (k, v, slots, rest) in self._records(step).items()
+        }
+        drafts = step.draft_tokens if deferred is not None else []
+        self._write(self._settled, records, dict.fromkeys(step.slot_mappings, drafts))
+        _leave_out_tokens(records, sorted(set(range(step.query_start_loc[-1])).difference(drafts)))
+        if deferred is not None:
+            self._deferred[deferred] = step, records
+        self._compare_now(step, "at the end of the forward")
+        self._count_step(step)
+
+    def undone(self, deferred: Any, requests: Sequence[int]) -> None:
+        """Compare the cache after the drafts of some requests were undone."""
+        step, records = self._deferred[deferred]
+        tokens = [token for request in requests for token in step.drafts(request)]
+        self._count_visible(step, tokens)
+        _leave_out_tokens(records, tokens)
+        self._compare_now(step, "when requests ended")
+
+    def settled(self, deferred: Any, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
+        """Compare the cache after a window was settled. If it was not ``undone``, the cache is taken as it is."""
+        step, records = self._deferred.pop(deferred)
+        rejected = self._rejected_tokens(step, None if num_sampled is None else num_sampled()) if undone else []
+        self._write(self._settled, records, dict.fromkeys(step.slot_mappings, rejected))
+        if undone:
+            self._count_visible(step, rejected)
+            self._compare_now(step, "when the window was settled")
+
     # ------------------------------------------------------------ results
 
     def summary(self) -> dict[str, int]:
         """Return the totals so far (see :class:`AuditSummary`)."""
         self._totals.stale_rows_at_end = sum(int((states == STALE).sum()) for states in self._states.values())
         return asdict(self._totals)
-
-    @property
-    def recorded_layers(self) -> list[str]:
-        """The names of the layers whose own writer was called at least once."""
-        return list(self._recorders)
 
     def slot_states(self) -> dict[str, Tensor]:
         """Return the state of each slot, FREE, COMMITTED or STALE: uint8 ``[num_blocks, block_size]`` per group."""
@@ -297,6 +342,15 @@ class CacheAudit(StepListener):
         return rejected
 
     # ------------------------------------------------------------ the comparison
+
+    def _compare_now(self, step: AuditedStep, moment: str = "", **options: Any) -> dict[str, set[int]]:
+        """Compare the cache with the settled rows and the drafts of deferred windows; see :meth:`_compare`."""
+        self._now = self._settled
+        if self._deferred:
+            self._now = {address: image.clone() for address, image in self._settled.items()}
+            for _, records in self._deferred.values():
+                self._write(self._now, records)
+        return self._compare(step, self._now, moment, **options)
 
     def _compare(
         self,
@@ -364,6 +418,11 @@ class CacheAudit(StepListener):
             for layer in self._layers_in(address):
                 exposed[layer.group] |= self._marked_slots(layer, mask, slots[layer.group])
         self._totals.exposed_rows += sum(map(len, exposed.values()))
+
+    def _count_visible(self, step: AuditedStep, tokens: Sequence[int]) -> None:
+        """Count the rows of deferred drafts that were in a page of a request until now, and do not stay there."""
+        masks = {address: bytes_of(image) != bytes_of(self._settled[address]) for address, image in self._now.items()}
+        self._count_exposed(masks, {group: step.slots_of(group, tokens) for group in step.slot_mappings})
 
     def _complaint(
         self, step: AuditedStep, address: int, wrong: Tensor, stale: Mapping[str, set[int]], moment: str

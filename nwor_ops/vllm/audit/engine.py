@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nwor_ops.vllm.audit.cache import CacheAudit
-from nwor_ops.vllm.audit.pipeline import PipelineAudit
 from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup, states_of
 from nwor_ops.vllm.audit.shadow import StageAudit
@@ -25,14 +24,14 @@ _not_audited: weakref.WeakKeyDictionary[Session, str] = weakref.WeakKeyDictionar
 def audit_cache(session: Session, others_write: bool = False, recurrent: Sequence[RecurrentGroup] = ()) -> CacheAudit:
     """Subscribe the audit of a session's mode. The other arguments are those of :class:`CacheAudit`."""
     layers, tokens = list(session.layers.values()), session.max_num_tokens
-    audit = CacheAudit(layers, tokens, others_write, recurrent)
     if session.windows > 1:
         if session.manager is None:
             raise Unsupported(
                 "audit: mode off is not supported on a pipeline rank that does not sample, because there the audit "
                 "follows the windows of the transaction"
             )
-        audit = PipelineAudit(layers, tokens)
+        others_write, recurrent = False, ()  # every byte is compared there
+    audit = CacheAudit(layers, tokens, others_write, recurrent)
     if session.shadow_blocks is not None:
         shadow = {layer.group: session.shadow_blocks.of_group(int(layer.group)) for layer in layers}
         audit = StageAudit(layers, tokens, shadow, others_write, recurrent)

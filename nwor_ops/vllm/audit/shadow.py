@@ -87,7 +87,7 @@ class StageAudit(CacheAudit):
             own, shadow = self._tails(step, group)
             for layer in self._layers_of(group):
                 self._compare_tails(step, moment, layer, own, shadow)
-        images = {address: image.clone() for address, image in self._before.items()}
+        images = {address: image.clone() for address, image in self._settled.items()}
         moved = {group: self._redirected[group] != own for group, own in step.slot_mappings.items()}
         self._write(
             images, self._records(step), {group: mask.nonzero().flatten().tolist() for group, mask in moved.items()}
