@@ -43,40 +43,23 @@ class AuditError(AssertionError):
 
 @dataclass
 class AuditSummary:
-    """Totals of an audited run.
+    """Totals of an audited run: numbers, summed over steps."""
 
-    Attributes:
-        steps: number of steps compared.
-        verify_steps: number of steps with at least one draft.
-        drafted, accepted, rejected: number of draft tokens.
-        rows_checked: number of slots compared, summed over layers and steps.
-        recurrent_bytes: number of bytes of recurrent states that were left out, summed over groups and steps.
-        stale_rows: number of slots of rejected drafts whose bytes differed after the step, summed over steps.
-        stale_rows_at_end: number of slots that still hold the row of a rejected draft.
-        exposed_rows: number of slots in pages of requests that held a draft before sampling which was then rejected,
-            summed over steps. 0 in mode ``"stage"``.
-        moments: number of comparisons during a step: after the forward, and before sampling (mode ``"stage"``).
-        committed_rows: number of rows that commit copied to pages of requests, summed over layers and steps (mode
-            ``"stage"``). These are rows of accepted drafts, and of earlier tokens that were redirected too.
-        committed_bytes: number of bytes of these rows.
-        tail_rows: number of committed rows that were compared with the copies that attention reads, summed over layers
-            and comparisons (mode ``"stage"``). They lie in the page of each request's first draft.
-    """
-
-    steps: int = 0
-    verify_steps: int = 0
-    drafted: int = 0
+    steps: int = 0  # compared
+    verify_steps: int = 0  # with at least one draft
+    drafted: int = 0  # draft tokens
     accepted: int = 0
     rejected: int = 0
-    rows_checked: int = 0
-    recurrent_bytes: int = 0
-    stale_rows: int = 0
-    stale_rows_at_end: int = 0
-    exposed_rows: int = 0
-    moments: int = 0
-    committed_rows: int = 0
+    rows_checked: int = 0  # slots compared, in all layers
+    recurrent_bytes: int = 0  # bytes of recurrent states that were left out, in all groups
+    stale_rows: int = 0  # slots of rejected drafts whose bytes differed after the step
+    stale_rows_at_end: int = 0  # slots that still hold the row of a rejected draft
+    exposed_rows: int = 0  # slots in pages of requests that held a draft before sampling which was then rejected
+    # In mode "stage":
+    moments: int = 0  # comparisons after the forward and before sampling
+    committed_rows: int = 0  # rows that commit copied to pages of requests, in all layers; not only those of drafts
     committed_bytes: int = 0
-    tail_rows: int = 0
+    tail_rows: int = 0  # committed rows before the first draft that were compared with the copies that attention reads
 
 
 class _Recorder:

@@ -52,16 +52,9 @@ class StateAudit(StepListener, RecurrentListener):
         )
 
     def summary(self) -> dict[str, int]:
-        """Return the counts by name.
+        """Return the counts by name. States, checkpoints and moves count once for each layer.
 
-        - ``steps``, ``windows``: steps with windows, and windows.
-        - ``states_compared``: states compared, once for each layer.
-        - ``rows_reapplied``: rows that windows applied.
-        - ``folds``, ``prompt_folds``, ``tail_folds``: folds between blocks, before the tokens of a prompt, and after
-          its last token.
-        - ``checkpoints``, ``checkpoint_hits``: checkpoints that vLLM exported, and requests that began from one. Both
-          count once for each layer.
-        - ``moves``: only in the chunk form: states that moved with their pending rows, once for each layer.
+        ``moves`` are states that moved with their pending rows. Only the chunk form has them.
         """
         return dict(self._counts)
 

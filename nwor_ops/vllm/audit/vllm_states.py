@@ -46,9 +46,7 @@ _TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2**-6, 2**-6), torc
 
 
 class VllmStateAudit(StepListener):
-    """Compare the states of every window of vLLM.
-
-    The audit copies the states of every window, so use it only with small models.
+    """Compare the states of every window of vLLM. They are copied, so use it only with small models.
 
     Args:
         names: the name of each Gated DeltaNet layer, by the address of its ``A_log``.
@@ -66,12 +64,7 @@ class VllmStateAudit(StepListener):
         self._counts = Counter(steps=0, windows=0, states_compared=0, states_computed=0)
 
     def summary(self) -> dict[str, int]:
-        """Return the counts by name.
-
-        - ``steps``, ``windows``: steps with windows, and windows, once for each KV-cache group.
-        - ``states_compared``: states that a layer continued from, once for each layer.
-        - ``states_computed``: states that were computed again.
-        """
+        """Return the counts by name. Windows count once for each KV-cache group, states once for each layer."""
         return dict(self._counts)
 
     # ------------------------------------------------------------ events of a step

@@ -33,13 +33,8 @@ FAILED = "draft graphs failed"
 def captured_counts(vllm_config: Any, query_len: int, max_num_reqs: int) -> list[int]:
     """Return the request counts of the target's graphs, largest first.
 
-    vLLM's capture sizes count the target's tokens. A size that is not a multiple of a request's tokens is rounded up,
-    as in vLLM. It is left out if the result exceeds the largest size.
-
-    Args:
-        vllm_config: the engine's configuration.
-        query_len: number of target tokens of each request, K + 1.
-        max_num_reqs: maximum number of requests in a batch.
+    vLLM's capture sizes count the target's tokens, ``query_len`` for each request. As in vLLM, a size that is not a
+    multiple is rounded up, and left out if it then exceeds the largest size.
     """
     config = vllm_config.compilation_config
     most = min(max_num_reqs, config.max_cudagraph_capture_size // query_len)
@@ -49,10 +44,6 @@ def captured_counts(vllm_config: Any, query_len: int, max_num_reqs: int) -> list
 
 class LoopGraphs:
     """A draft loop, its captured graphs, and the cost of capturing them.
-
-    Args:
-        device: device of the drafter.
-        loop: the draft loop. It holds no graphs yet.
 
     Attributes:
         keys: keys of the captured graphs, by number of drafts. They belong to first passes over that number of drafts,
@@ -166,15 +157,7 @@ class GraphedDrafter(abc.ABC):
         """Return the keys to capture, by number of drafts. Empty if no capture size holds a batch."""
 
     def capture_graphs(self, vllm_config: Any, num_drafts: int) -> int:
-        """Capture the graphs, start counting and log that they are active. If there is nothing to capture, refuse.
-
-        Args:
-            vllm_config: the engine's configuration.
-            num_drafts: maximum number of drafts of a request.
-
-        Returns:
-            GPU memory that capturing took, in bytes.
-        """
+        """Capture the graphs and log that they are active, or refuse. Return the bytes of GPU memory that this took."""
         if self.graphs is None:
             return 0
         keys = self.capture_keys()

@@ -1,13 +1,9 @@
 """Attention metadata of a draft loop, from the FlashAttention and Triton builders in vLLM.
 
-vLLM's builders create an object per step on the host. All its tensors are views of persistent buffers. These are the
-drafter's ids, positions, lengths and starts, the runner's block tables, and the slot mappings. FlashAttention's builder
-keeps its scheduler metadata in such a buffer too, for graphs. One object therefore serves every replay if the graph
-itself updates it on the device before each step. The slots are computed again, and ``update_draft_decode_metadata``
-updates the rest that depends on lengths: the scheduler metadata of FlashAttention 3, and nothing for Triton.
-
-Plain numbers in an object are upper bounds: the longest query (``key.query_len``) and the longest sequence (the model's
-limit), as in vLLM's own eager drafter.
+vLLM's builders create an object per step on the host. All its tensors are views of persistent buffers, also the
+scheduler metadata of FlashAttention. One object therefore serves every replay if the graph updates it on the device
+before each step: the slots, and by ``update_draft_decode_metadata`` the scheduler metadata of FlashAttention 3. Plain
+numbers in it are upper bounds, as in vLLM's own eager drafter.
 """
 
 from __future__ import annotations
@@ -28,24 +24,14 @@ from nwor_ops.drafter import DraftMetadata, GraphKey
 
 @dataclass(frozen=True)
 class LayerMetadata:
-    """Arguments for vLLM's forward context.
-
-    Attributes:
-        attention: the back end's metadata object, by layer.
-        slot_mappings: int64 ``[num_tokens]``, by layer.
-    """
+    """Arguments for vLLM's forward context, by layer: metadata of the back end, and int64 slots ``[num_tokens]``."""
 
     attention: dict[str, Any]
     slot_mappings: dict[str, Tensor]
 
 
 class VllmDraftMetadata(DraftMetadata):
-    """Metadata of both passes of a standalone draft model.
-
-    Args:
-        speculator: a ``StandaloneARSpeculator`` after ``set_attn``. The metadata refers to its ``input_buffers``,
-            ``idx_mapping``, ``block_tables`` and ``expanded_slot_mappings``.
-    """
+    """Metadata of both passes of a ``StandaloneARSpeculator`` after ``set_attn``, in its buffers."""
 
     def __init__(self, speculator: Any) -> None:
         self._speculator = speculator

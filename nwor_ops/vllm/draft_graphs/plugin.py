@@ -1,13 +1,8 @@
 """CUDA graphs for drafters: which engines may have them, and how they are attached to vLLM.
 
-vLLM's V2 runner creates its speculator by calling ``init_speculator``, a name in the runner's module. This function is
-patched: if the configuration asks for draft graphs, it returns the speculator of
-:mod:`nwor_ops.vllm.draft_graphs.speculator`, a subclass of ``StandaloneARSpeculator``. The V1 runner creates its
-drafter itself. After its cache is bound, :mod:`nwor_ops.vllm.draft_graphs.proposer` replaces ``propose`` of that
-drafter and ``capture_model`` of the runner. Nothing else in vLLM is changed.
-
-This module imports nothing from vLLM at import time. ``speculator``, ``proposer`` and ``metadata`` subclass and call
-vLLM, and are imported when the first drafter is created.
+vLLM's V2 runner creates its speculator by calling ``init_speculator``, which is patched to return ours. The V1 runner
+creates its drafter itself. After its cache is bound, ``propose`` of that drafter and ``capture_model`` of the runner
+are replaced. ``speculator``, ``proposer`` and ``metadata`` import vLLM, so they are imported with the first drafter.
 """
 
 from __future__ import annotations

@@ -1,16 +1,7 @@
 """Drafters of the V1 runner (a separate draft model, EAGLE, EAGLE-3, MTP), with their passes in CUDA graphs.
 
-vLLM 0.33 runs them from piecewise graphs. Each of K tokens needs a metadata build on the host, small tensor operations,
-one graph launch for each piece between the attention of two layers, and the logits. Here a step of a decode batch takes
-two graph launches, after vLLM's own preparation of the first pass and a few copies of what is new in the batch:
-
-- The *first pass*, for batches in which every request has K + 1 tokens: forward, logits, sampling, and the inputs of
-  the next pass.
-- The *decode loop*, for any batch: steps 1 to K - 1, with slots updated on the device.
-
 The drafter stays vLLM's object. Only its ``propose`` and the runner's ``capture_model`` are replaced on the instances.
-vLLM's code runs the passes without a graph. The first pass has no graph if the batch has prompts or fewer drafts. Both
-passes have none if the batch is larger than the largest graph, close to the model's length limit, or drafts at random.
+vLLM's code prepares the first pass, and runs the passes without a graph (``docs/guides/draft-models.md``).
 """
 
 from __future__ import annotations
@@ -55,11 +46,8 @@ class ProposerMetadata(DraftMetadata):
     """Metadata of both passes, from vLLM's builders, in the memory of a :class:`GraphedProposer`.
 
     vLLM's drafter calls builders that plan nothing ahead (``build_for_drafting``). All tensors of a metadata object are
-    therefore views of the builder's inputs: starts, lengths, block tables and slots, which have fixed addresses here.
-    Plain numbers are upper bounds: the longest query, and the model's limit.
-
-    Args:
-        proposer: the owner of the buffers that the metadata refers to.
+    therefore views of starts, lengths, block tables and slots, which have fixed addresses here. Plain numbers are upper
+    bounds.
     """
 
     def __init__(self, proposer: GraphedProposer) -> None:
@@ -175,10 +163,9 @@ class GraphedProposer(GraphedDrafter):
         )
 
     def _capture_pool(self) -> Any:
-        """Return the memory pool of our graphs.
+        """Return the memory pool of our graphs, which sleep mode may replace.
 
-        It is separate, because the target's graphs leave data in their pool that the runner reads after the drafter
-        (logprobs of prompts). Sleep mode may use one pool for all.
+        It is separate, because the runner reads data of the target's pool after the drafter (logprobs of prompts).
         """
         if self._pool is None:
             self._pool = current_platform.graph_pool_handle()
@@ -208,14 +195,7 @@ class GraphedProposer(GraphedDrafter):
 
     @torch.inference_mode()
     def capture_model(self, capture: Callable[[], int]) -> int:
-        """Capture vLLM's graphs, then ours.
-
-        Args:
-            capture: vLLM's method.
-
-        Returns:
-            Bytes that both took, as vLLM's method returns them.
-        """
+        """Capture vLLM's graphs by its method ``capture``, then ours. Return the bytes that both took."""
         taken = capture()
         self._copied_rows = None
         with self._freeze_gc():
@@ -391,11 +371,7 @@ class GraphedProposer(GraphedDrafter):
 
 
 def check_drafter(drafter: Any) -> None:
-    """Refuse a drafter whose passes are not supported.
-
-    Raises:
-        Unsupported: the class of the drafter is unknown, or it has a feature that the graphs do not cover.
-    """
+    """Refuse a drafter of an unknown class, or with a feature that the graphs do not cover."""
     if type(drafter) not in (DraftModelProposer, EagleProposer):
         raise DRAFTER.because(what=f"the drafter is a {type(drafter).__name__}")
     features = {

@@ -1,19 +1,9 @@
 """Speculator of the V2 runner for a separate draft model (``method="draft_model"``), with its passes in CUDA graphs.
 
-vLLM 0.33 runs this drafter eagerly. Each of K tokens needs small tensor operations, a metadata build on the host and
-all launches of a model. Here a step of a decode batch takes two graph launches:
-
-- The *first pass*, for batches in which every request has K + 1 tokens (its last token and K drafts). It expands them
-  to K + 2 tokens each, builds the attention metadata, runs forward and sampling, and prepares the next pass.
-- The *decode loop*, for any batch: steps 1 to K - 1, with slots and metadata updated on the device.
-
-If the number of drafts depends on the batch size, each number has its graphs: first passes over that number of verified
-drafts, and a loop that makes that number. (vLLM's own speculator always drafts K, and the runner drops the surplus.) A
-step without drafts needs no loop; it runs only the first pass, which fills the cache.
-
-Before the launches, this batch's request indices and rejections are copied into the graphs' buffers. All other inputs
-lie in the runner's persistent buffers. The inherited code of vLLM runs what has no graph: prompts and mixed batches
-(first pass), batches larger than the largest graph, profiling, and dummy runs.
+vLLM runs this drafter eagerly. ``docs/guides/draft-models.md`` describes the graphs. If the number of drafts depends on
+the batch size, each number has its own: first passes over that number of verified drafts, and a loop that makes that
+number. A step without drafts runs only the first pass, which fills the cache. All inputs except request indices and
+rejections lie in the runner's persistent buffers.
 """
 
 from __future__ import annotations
@@ -59,14 +49,8 @@ def _padded(counts: Iterable[int], batches: Iterable[int]) -> list[int]:
 class DraftGraphManager(LoopGraphs, CudaGraphManager):
     """The object by which vLLM manages a drafter's graphs.
 
-    vLLM uses attributes of this class. It drops the graphs after its memory profiling, which captures into a temporary
-    pool and cache. It also releases them when elastic expert parallelism changes size.
-
-    Args:
-        vllm_config: the engine's configuration.
-        device: device of the drafter.
-        cudagraph_mode: the engine's graph mode.
-        make_loop: creates the draft loop. Its argument is ``pool`` of :class:`~nwor_ops.drafter.DraftLoop`.
+    vLLM drops it after its memory profiling, which captures into a temporary pool and cache, and releases the graphs
+    when elastic expert parallelism changes size. ``make_loop`` creates the loop that captures into a pool.
     """
 
     def __init__(
