@@ -267,11 +267,11 @@ def compare(method: str, **speculation: Any) -> str:
         batch = Batch(rng, method, num_drafts, **kind)
         asked = num_drafts - 1 if number % 20 == 9 else num_drafts
         # Each part of ours fails in turn. Then vLLM's code drafts, over what ours has written.
-        method, before = FAILING[number // 5 % len(FAILING)] if number % 5 == 2 else None, proposer._eager[FAILED]
+        fails, before = FAILING[number // 5 % len(FAILING)] if number % 5 == 2 else None, proposer._eager[FAILED]
         wanted = batch.propose(vanilla, asked)
-        with failing(proposer.graphs.loop if method == "run_first_pass" else proposer, method):
+        with failing(proposer.graphs.loop if fails == "run_first_pass" else proposer, fails):
             found = batch.propose(ours, asked)
-        failed[method] += proposer._eager[FAILED] - before
+        failed[fails] += proposer._eager[FAILED] - before
         shown = {name: value for name, value in vars(batch).items() if name not in ("caches", "table", "hidden")}
         where = f"{method}, batch {number}: {shown}"
         assert found.dtype == wanted.dtype
@@ -280,7 +280,7 @@ def compare(method: str, **speculation: Any) -> str:
             differ = set((ours_now != theirs).nonzero().flatten().tolist()) - batch.undefined_slots()
             assert not differ, f"{where}: the caches differ at {differ}, of block table {batch.table.tolist()}"
     report = proposer.report()
-    assert proposer.errors.counts[FAILED] == report.eager[FAILED] == sum(failed[method] for method in FAILING)
+    assert proposer.errors.counts[FAILED] == report.eager[FAILED] == sum(failed[part] for part in FAILING)
     return json.dumps({"replays": report.replays, "eager": report.eager, "failed": failed})
 
 
