@@ -29,9 +29,10 @@ class CopiedRows:
         return {"copied": self.copied, "committed": self.committed}
 
     def _counting(self, window: Any) -> None:
-        pages, requests = self._pages, self._manager._num_requests(window)
+        pages = self._pages
         held = pages.held_slots.tolist()
         self._begin(window)
+        requests = self._manager._num_requests(window)  # the first window binds the layout
         states = range(requests) if window.request_states is None else window.request_states[:requests].tolist()
         starts, draft_starts = window.query_start_loc.tolist(), pages._buffers.draft_start_loc.tolist()
         tails, saved = pages.tail_pages.tolist(), pages.saved_slots.tolist()
