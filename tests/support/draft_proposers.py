@@ -173,8 +173,9 @@ class Batch:
         tokens = sum(self.lengths)
         self.ids = torch.tensor([rng.randrange(VOCABULARY) for _ in range(tokens)], dtype=torch.int32)
         self.next = torch.tensor([rng.randrange(VOCABULARY) for _ in range(self.rows)], dtype=torch.int32)
-        width = 3 if method == "eagle3" else 1
-        self.hidden = torch.tensor([[float(rng.randrange(500)) for _ in range(width)] for _ in range(tokens)]).double()
+        width = 3 if method == "eagle3" else 1  # the drafter combines them
+        hidden = torch.tensor([[float(rng.randrange(500))] for _ in range(tokens)]).double()
+        self.hidden = hidden * torch.arange(1, width + 1)
         blocks = rng.sample(range(1, BLOCKS), ROWS * COLUMNS)
         self.table = torch.tensor(blocks, dtype=torch.int32).view(ROWS, COLUMNS)
         self.caches = [torch.tensor([rng.randrange(9999) for _ in range(BLOCKS * BLOCK_SIZE)]) for _ in NAMES]
