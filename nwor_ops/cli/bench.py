@@ -17,18 +17,17 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from nwor_ops.cli.bench_client import OUTPUT_TOKENS, RANDOM, Client, Run, Traffic
-from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, as_dict, draw_loads, print_loads
+from nwor_ops.cli.bench_client import Client, Run
+from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, as_dict, print_loads
 from nwor_ops.cli.check import stopping_if_refused
 from nwor_ops.cli.report import Report, Stopped, check_model, make_folder, versions
 from nwor_ops.config import SWITCH, is_ours
 from nwor_ops.testing.server import Server, ServerFailed
 
-TRANSACTION, DRAFT, RECURRENT = "transaction", "draft", "recurrent"
 START_SECONDS = 3600.0  # a large model may be downloaded and compiled
 WARM_UP_SEEDS = (2**31 - 1, 2**31 - 2)  # no round has them
 # Every setting that could differ between the sides. The environment wins over --additional-config.
@@ -38,8 +37,26 @@ _ALL_OFF = {
     "VLLM_NWOR_AUDIT": "0",
     "VLLM_NWOR_DRAFT_GRAPHS": "0",
     "VLLM_NWOR_RECURRENT": "0",
+    "VLLM_NWOR_DRAFT_VOCABULARY": "0",
     "VLLM_NWOR_ON_UNSUPPORTED": "error",
     "VLLM_NWOR_EMIT_METRICS": "1",
+}
+
+
+class Feature(NamedTuple):
+    """A feature to measure: its name in ``nwor-ops check``, its switch, and its label of ``nwor_info`` if it runs."""
+
+    name: str
+    switch: dict[str, str]
+    label: tuple[str, str]
+
+
+FEATURES = {
+    "cow": Feature("cow", {"VLLM_NWOR_MODE": "cow"}, ("transaction", "cow")),
+    "stage": Feature("stage", {"VLLM_NWOR_MODE": "stage"}, ("transaction", "stage")),
+    "draft_graphs": Feature("draft graphs", {"VLLM_NWOR_DRAFT_GRAPHS": "1"}, ("draft_graphs", "on")),
+    "recurrent": Feature("recurrent", {"VLLM_NWOR_RECURRENT": "exact"}, ("recurrent", "exact")),
+    "chunk": Feature("recurrent", {"VLLM_NWOR_RECURRENT": "chunk"}, ("recurrent", "chunk")),
 }
 
 
@@ -60,57 +77,29 @@ class BenchOptions:
     """The options of the command; see ``nwor-ops bench --help``.
 
     Attributes:
-        feature: ``"transaction"``, ``"draft"`` or ``"recurrent"``.
+        feature: a key of ``FEATURES``.
         arguments: the arguments of ``vllm serve``, for both sides.
         output: folder for the results.
-        mode: of the transaction, ``"cow"`` or ``"stage"``.
-        form: of recurrent states, ``"exact"`` or ``"chunk"``.
-        traffic: the requests.
+        client_arguments: more arguments of ``vllm bench serve``.
         vanilla_environment: variables of the vanilla server, on top of this process's.
     """
 
     feature: str
     arguments: tuple[str, ...]
     output: pathlib.Path
-    mode: str = "cow"
-    form: str = "exact"
     requests: tuple[int, ...] = (1, 16, 64)
     rounds: int = 6
     seconds: float = 20.0
-    traffic: Traffic = field(default_factory=Traffic)
+    client_arguments: tuple[str, ...] = ()
     vanilla_arguments: tuple[str, ...] = ()
     vanilla_environment: Mapping[str, str] = field(default_factory=dict)
     restart: bool = False
-    control: bool = False
-
-    @property
-    def feature_name(self) -> str:
-        """The feature's name in ``nwor-ops check``."""
-        return {TRANSACTION: self.mode, DRAFT: "draft graphs", RECURRENT: "recurrent"}[self.feature]
-
-    @property
-    def titles(self) -> dict[str, str]:
-        """A name of each side, for output."""
-        ours = f"{self.feature_name} ({self.form})" if self.feature == RECURRENT else self.feature_name
-        return {VANILLA: VANILLA, OURS: "vanilla again" if self.control else ours}
-
-    @property
-    def switch(self) -> dict[str, str]:
-        """The variable that switches the feature on."""
-        variable = {TRANSACTION: "VLLM_NWOR_MODE", DRAFT: "VLLM_NWOR_DRAFT_GRAPHS", RECURRENT: "VLLM_NWOR_RECURRENT"}
-        return {variable[self.feature]: {TRANSACTION: self.mode, DRAFT: "1", RECURRENT: self.form}[self.feature]}
-
-    @property
-    def label(self) -> tuple[str, str]:
-        """The feature's label of ``nwor_info``, and its value if the feature is active."""
-        name = {TRANSACTION: "transaction", DRAFT: "draft_graphs", RECURRENT: "recurrent"}[self.feature]
-        return name, {TRANSACTION: self.mode, DRAFT: "on", RECURRENT: self.form}[self.feature]
 
     def settings(self, side: str) -> dict[str, str]:
         """Return the variables that this command sets for a side."""
-        if side == OURS and not self.control:
-            return _ALL_OFF | self.switch
-        return {SWITCH: "off"} | (dict(self.vanilla_environment) if side == VANILLA else {})
+        if side == OURS:
+            return _ALL_OFF | FEATURES[self.feature].switch
+        return {SWITCH: "off"} | dict(self.vanilla_environment)
 
     def environment(self, side: str) -> dict[str, str]:
         """Return the complete environment of a side's server. It lets a client empty the prefix cache."""
@@ -161,16 +150,15 @@ def run_bench(options: BenchOptions, report: Report) -> int:
         raise Stopped(str(error), Outcome.FAILED) from None
     except KeyboardInterrupt:
         raise Stopped("interrupted; the servers are stopped", Outcome.INTERRUPTED) from None
-    device = result["device"]
-    headline = f"{options.titles[OURS]} over vanilla vLLM: {result['model']}"
-    about = f"{device['count']} x {device['name']}, vLLM {result['versions']['vllm']}, {options.rounds} rounds"
     written = report.write_json(options.output, "result.json", result)
-    written &= report.write(options.output, "bench.png", lambda path: draw_loads(loads, path, headline, about))
     report.json(result)
-    print_loads(report, options.titles, loads, options.restart)
-    report.line(f"{about}, {result['seconds']:.0f} s in total")
+    print_loads(report, options.feature, loads)
+    if not options.restart:
+        report.line("two starts of one engine may differ by 1 % too; --restart measures several starts", "note")
+    device = f"{result['device']['count']} x {result['device']['name']}, vLLM {result['versions']['vllm']}"
+    report.line(f"{device}, {options.rounds} rounds, {result['seconds']:.0f} s in total")
     if written:
-        report.line(f"picture: {options.output / 'bench.png'}, all figures: {options.output / 'result.json'}")
+        report.line(f"all figures: {options.output / 'result.json'}")
     return int(result["exit_code"])
 
 
@@ -200,20 +188,16 @@ def prepare(options: BenchOptions) -> Any:
     try:
         with stopping_if_refused():
             config = check.configure(options.arguments)
-            predictions = () if options.control else check.look(options.arguments).predictions
+            predictions = check.look(options.arguments).predictions
     finally:
         os.environ.clear()
         os.environ.update(environment)
     for prediction in predictions:
-        if prediction.feature == options.feature_name and not prediction.runs:
+        if prediction.feature == FEATURES[options.feature].name and not prediction.runs:
             reasons = "; ".join(
                 f"{reason.why} ({reason.change})" if reason.change else reason.why for reason in prediction.reasons
             )
-            raise Stopped(f"{options.feature_name} will be refused: {reasons}", Outcome.REFUSED)
-    longest, traffic = config.model_config.max_model_len, options.traffic
-    tokens = traffic.input_len + (traffic.output_len or OUTPUT_TOKENS)
-    if traffic.prompts == RANDOM and tokens > longest:
-        raise Stopped(f"--input-len and --output-len: {tokens} tokens exceed the engine's limit of {longest}")
+            raise Stopped(f"{prediction.feature} will be refused: {reasons}", Outcome.REFUSED)
     return config
 
 
@@ -263,7 +247,7 @@ class Servers:
         return [*self._options.arguments_of(side), *self._memory]
 
     def _wait(self, side: str, server: Server) -> None:
-        title = self._options.titles[side]
+        title = VANILLA if side == VANILLA else self._options.feature
         try:
             server.wait_until_ready(START_SECONDS)
             labels = active_features(server)
@@ -271,10 +255,10 @@ class Servers:
             short = self._memory and "memory" in str(error).lower()
             more = "; with --restart each side has the whole memory" if short else ""
             raise ServerFailed(f"{title}: {error}{more}") from None
-        expected = None if side == VANILLA or self._options.control else self._options.label
-        if expected is None and labels:
+        if side == VANILLA and labels:
             raise ServerFailed(f"{title}: nwor_ops is active there: {labels} (log: {server.log_file})")
-        if expected is not None and labels.get(expected[0]) != expected[1]:
+        label, value = FEATURES[self._options.feature].label
+        if side == OURS and labels.get(label) != value:
             raise ServerFailed(f"{title}: not active in the started engine; its log has the reason: {server.log_file}")
 
 
@@ -294,10 +278,9 @@ def active_features(server: Server) -> dict[str, str]:
 
 def _measure(options: BenchOptions, report: Report) -> tuple[dict[str, Any], list[Load]]:
     started = time.monotonic()
-    title = f"checking whether {options.titles[OURS]} runs with these arguments"
-    with report.task(title):
+    with report.task(f"checking whether {options.feature} runs with these arguments"):
         config = prepare(options)
-        client = Client(options.traffic, config.model_config, options.output / "client.log")
+        client = Client(options.client_arguments, config.model_config, options.output / "client.log")
     servers, plan = Servers(options, memory_arguments(options, config)), Plan(options, client)
     measure_rounds(options, report, servers, plan)
     loads = [Load(requests, runs) for requests, runs in plan.runs.items()]
@@ -312,7 +295,7 @@ def measure_rounds(options: BenchOptions, report: Report, servers: Servers, plan
     with contextlib.ExitStack() as stack:
         both: dict[str, Server] = {}
         if not options.restart:
-            with report.task(f"starting two servers, vanilla and {options.titles[OURS]}"):
+            with report.task(f"starting two servers, vanilla and {options.feature}"):
                 both = stack.enter_context(servers.running(*SIDES))
         minutes = math.ceil(plan.total * options.seconds / 60)
         with report.task(f"measuring {options.rounds} rounds, about {minutes} min", plan.total) as advance:
@@ -323,15 +306,13 @@ def measure_rounds(options: BenchOptions, report: Report, servers: Servers, plan
                 if both:
                     for requests in options.requests:
                         for side in order:
-                            plan.run(side, both[side], requests, number)
-                            advance()
+                            plan.run(side, both[side], requests, number, advance)
                     continue
                 for side in order:
                     with servers.running(side) as started:
                         plan.warm_up(started[side])
                         for requests in options.requests:
-                            plan.run(side, started[side], requests, number)
-                            advance()
+                            plan.run(side, started[side], requests, number, advance)
 
 
 class Plan:
@@ -357,9 +338,10 @@ class Plan:
                 waves = self._options.seconds / (tried.seconds / 2)
                 self._prompts[requests] = max(1, round(waves)) * requests
 
-    def run(self, side: str, server: Server, requests: int, number: int) -> None:
+    def run(self, side: str, server: Server, requests: int, number: int, advance: Callable[[], None]) -> None:
         """Measure one run of a round."""
         self.runs[requests][side].append(self._client.run(server, requests, self._prompts[requests], number))
+        advance()
 
 
 # ---------------------------------------------------------------- result
@@ -370,14 +352,11 @@ def _describe(options: BenchOptions, config: Any, servers: Servers, loads: Seque
     return {
         "exit_code": (Outcome.MEASURED if comparable else Outcome.NOT_COMPARABLE).value,
         "command": shlex.join(["nwor-ops", *sys.argv[1:]]),
-        "feature": options.feature_name,
-        "form": options.form if options.feature == RECURRENT else None,
-        "control": options.control,
+        "feature": options.feature,
         "model": config.model_config.model,
         "versions": versions(),
         "device": _device(config),
         "memory": "whole, started in turn" if options.restart else "shared, both started once",
-        "traffic": options.traffic.as_dict() | {"seconds": options.seconds},
         "sides": {
             side: {"arguments": servers.arguments_of(side), "environment": options.settings(side)} for side in SIDES
         },

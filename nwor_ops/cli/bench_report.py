@@ -1,10 +1,9 @@
-"""Compare the runs of ``nwor-ops bench``: what the ratios prove, as a table, a picture, JSON and sentences."""
+"""Compare the runs of ``nwor-ops bench``: what the ratios prove, as a table, JSON and sentences."""
 
 from __future__ import annotations
 
 import enum
 import math
-import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,8 +17,6 @@ SIDES = (VANILLA, OURS)
 CONFIDENCE = 0.95
 # Output tok/s are proportional to the tokens of a step, so a difference in these looks like a gain or a loss.
 ACCEPTANCE_TOLERANCE = 0.02
-# Two starts of one engine may differ by this much, and the rounds of one start do not show it.
-START_NOISE = 0.01
 
 
 class Finding(str, enum.Enum):
@@ -32,13 +29,13 @@ class Finding(str, enum.Enum):
     NOT_COMPARABLE = "not comparable"
 
 
-# Their styles on a terminal, and their colors in a picture: those of Okabe and Ito, as in demo_picture.py.
+# Their styles on a terminal.
 STYLES = {
-    Finding.FASTER: (GOOD, "#009e73"),
-    Finding.SLOWER: (BAD, "#d55e00"),
-    Finding.NOISE: ("bold", "#777777"),
-    Finding.TOO_FEW_ROUNDS: (NOTE, "#777777"),
-    Finding.NOT_COMPARABLE: (BAD, "#d55e00"),
+    Finding.FASTER: GOOD,
+    Finding.SLOWER: BAD,
+    Finding.NOISE: "bold",
+    Finding.TOO_FEW_ROUNDS: NOTE,
+    Finding.NOT_COMPARABLE: BAD,
 }
 
 
@@ -181,15 +178,15 @@ def sentence(load: Load) -> str:
     return f"{at}{more}: {load.ratio} times vanilla's output tok/s"
 
 
-def print_loads(report: Report, titles: Mapping[str, str], loads: Sequence[Load], restarted: bool) -> None:
-    """Print a table of both sides, a sentence for each load, and what a reader of the ratios should know."""
+def print_loads(report: Report, feature: str, loads: Sequence[Load]) -> None:
+    """Print a table of both sides, and a sentence for each load."""
     rows = [("requests", "", "output tok/s", "first token", "further", "tokens per step", "ratio (95 %)")]
     for load in loads:
         for side in SIDES:
             acceptance = load.acceptance[side]
             rows.append((
                 f"{load.requests:,}" if side == VANILLA else "",
-                titles[side],
+                VANILLA if side == VANILLA else feature,
                 f"{load.median(side, 'tok_s'):,.1f}",
                 f"{load.median(side, 'ttft_ms'):,.1f} ms",
                 f"{load.median(side, 'tpot_ms'):,.2f} ms",
@@ -198,56 +195,6 @@ def print_loads(report: Report, titles: Mapping[str, str], loads: Sequence[Load]
             ))  # fmt: skip
     report.table(rows, left=2)
     for load in loads:
-        report.line(sentence(load), style=STYLES[load.finding][0])
-    clear = [load for load in loads if load.finding in (Finding.FASTER, Finding.SLOWER)]
-    if not restarted and any(abs(statistics.median(load.ratios) - 1) < START_NOISE for load in clear):
-        start = f"two starts of one engine may differ by {100 * START_NOISE:.0f} % too"
-        report.line(f"{start}: --restart measures several starts, --control vanilla with vanilla", "note", NOTE)
+        report.line(sentence(load), style=STYLES[load.finding])
     if any(load.finding is Finding.NOT_COMPARABLE for load in loads):
         report.line("longer runs (--seconds) or other prompts may make the acceptance equal", "note", NOTE)
-
-
-# ---------------------------------------------------------------- the picture
-
-WIDTH_INCHES, ROW_INCHES = 10.0, 0.75
-DPI = 120
-LEAST_SPAN = 0.04  # the shortest axis, so that noise does not fill the picture
-_INK = "#333333"
-
-
-def draw_loads(loads: Sequence[Load], path: pathlib.Path, headline: str, subtitle: str) -> None:
-    """Draw the loads to a PNG file: a row for each, with the ratio of every round, or the reason why there is none."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_INCHES, 1.9 + ROW_INCHES * len(loads)), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(headline, fontsize=13, color=_INK)
-    axes = figure.subplots()
-    axes.set_title(subtitle, fontsize=9.5, color=_INK)
-    axes.axvline(1.0, color=_INK, linewidth=0.9, linestyle="--")
-    across = axes.get_yaxis_transform()
-    for row, load in enumerate(loads):
-        colour = STYLES[load.finding][1]
-        if load.obstacle is not None:
-            reason = f"not comparable: {load.obstacle}"
-            axes.text(0.02, row, reason, transform=across, va="center", fontsize=9, color=colour)
-            continue
-        if load.interval is not None:
-            axes.plot(load.interval, [row, row], color=colour, linewidth=5, alpha=0.35, solid_capstyle="butt")
-        axes.plot(load.ratios, [row] * len(load.ratios), "o", color=colour, markersize=4, alpha=0.7)
-        axes.plot([statistics.median(load.ratios)], [row], "|", color=colour, markersize=22, markeredgewidth=2.5)
-        rates = " \N{RIGHTWARDS ARROW} ".join(f"{load.median(side, 'tok_s'):,.0f}" for side in SIDES)
-        label = f"{load.ratio}\n{load.finding.value}\n{rates} tok/s"
-        axes.annotate(label, (1.01, row), xycoords=across, va="center", fontsize=9, color=_INK)
-    axes.set_yticks(range(len(loads)), [f"{load.requests:,}" for load in loads])
-    axes.set_ylim(len(loads) - 0.5, -0.5)
-    ratios = [1.0, *(ratio for load in loads if load.obstacle is None for ratio in load.ratios)]
-    low, high = min(ratios), max(ratios)
-    margin = max(0.06 * (high - low), (LEAST_SPAN - (high - low)) / 2)
-    axes.set_xlim(low - margin, high + margin)
-    axes.set_ylabel("requests at a time", color=_INK)
-    axes.set_xlabel("output tok/s over vanilla's: a dot per round, a line for the median, a bar for 95 %", color=_INK)
-    axes.tick_params(colors=_INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engines import ENGINE, ENVIRONMENT, SMALL, Engines, _sampling, model_folder, prompts
 
-from nwor_ops.cli.bench import BenchOptions
+from nwor_ops.cli.bench import FEATURES, BenchOptions
 from nwor_ops.cli.bench_report import OURS
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm import feature_report, plugin
@@ -80,10 +80,10 @@ def test_worker_without_the_plugin_is_reported(engines: Engines) -> None:
     assert len(result["warnings"]) == 1
 
 
-@pytest.mark.parametrize("feature", ["transaction", "draft", "recurrent"])
+@pytest.mark.parametrize("feature", FEATURES)
 def test_benchmark_waits_for_its_label(feature: str, tmp_path: Path) -> None:
     options = BenchOptions(feature, (), tmp_path)
-    label, value = options.label
+    label, value = FEATURES[feature].label
     assert feature_report.switched_on(NworConfig.load({}, options.settings(OURS)))[label] == value
 
 
