@@ -1,6 +1,6 @@
 """The alert rules and the dashboard: valid, about metrics that exist, and each alert fires when it should.
 
-``tests/vllm/test_metrics.py`` evaluates every expression on the metrics of a real server.
+``tests/vllm/test_serve.py`` evaluates every expression on the metrics of a real server.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import os
 import pathlib
 import random
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
@@ -246,8 +247,6 @@ def ranks_job(requests: list[list[int]], arguments: dict[str, Any]) -> dict[str,
     """Run an engine with ranks in separate processes. Return the description of each worker, and the sum of
     the counts."""
     os.environ.update(ENVIRONMENT | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})  # collective_rpc accepts a function
-    import time
-
     from engine_child import describe_worker
     from vllm import LLM
 
@@ -265,18 +264,29 @@ def ranks_job(requests: list[list[int]], arguments: dict[str, Any]) -> dict[str,
 
 
 def _detached_job(requests: list[list[int]], environment: dict[str, str]) -> dict[str, Any]:
-    """Run an engine with its core in a separate process. Return its tokens, and the logs of both processes."""
+    """Run an engine with its core in a separate process. Return its tokens and metrics, our counts, and both logs."""
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | environment)
     with tempfile.NamedTemporaryFile("r") as log:
         for stream in (1, 2):
             os.dup2(os.open(log.name, os.O_WRONLY | os.O_APPEND), stream)
         from vllm import LLM
 
+        import nwor_ops.vllm
+        from nwor_ops.vllm.metrics.publisher import PERIOD
+
         llm = LLM(**(ENGINE | {"model": model_folder()}))
         sampling = [_sampling(index, 0.0, 40) for index in range(len(requests))]
         tokens = _run_requests(llm, requests, sampling, {})
+        time.sleep(2 * PERIOD)
+        _run_requests(llm, requests[:1], [_sampling(0, 0.0, 1)], {})  # its output brings the last counts
+        result = {
+            "tokens": tokens,
+            "stats": nwor_ops.stats().as_dict(),
+            "metrics": {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")},
+            "sessions": len(nwor_ops.vllm.sessions()),
+        }
         llm.llm_engine.engine_core.shutdown()
-        return {"tokens": tokens, "log": log.read()}
+        return result | {"log": log.read()}
 
 
 # ---------------------------------------------------------------- code of the test's process

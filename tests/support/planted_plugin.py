@@ -1,24 +1,15 @@
 """A plugin of vLLM for the test of ``nwor-ops verify``: it plants a wrong byte in a cache.
 
-vLLM loads it in each of its processes if :func:`install` put its entry point on the path.
+vLLM loads it in each of its processes if :func:`planted_server.install` put its entry point on the path.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import pathlib
 from typing import Any
 
 WINDOW = 3  # the wrong byte is planted at the end of this window
-
-
-def install(folder: pathlib.Path) -> None:
-    """Write the entry point to a folder that is on the path."""
-    info = folder / "planted_plugin-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted_plugin\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nplanted_plugin = planted_plugin:plant\n")
 
 
 def plant() -> None:

@@ -1,4 +1,4 @@
-"""A plugin of vLLM for the test of a server: it plants errors of this package while a file exists.
+"""A plugin of vLLM for the tests of a server: it plants errors of this package, or counts, while a file exists.
 
 vLLM loads it in each of its processes if :func:`install` put its entry point on the path. The faults are in code of the
 engine's process. The folder of :data:`FOLDER_VARIABLE` has the files.
@@ -19,6 +19,11 @@ FOLDER_VARIABLE = "PLANTED_FOLDER"
 ERRORS = "errors"
 # While this file exists, vLLM's forward fails, and then cancel fails.
 INTERRUPTED = "interrupted"
+# While this file exists, each step adds counts that its engine cannot make, with this reason.
+COUNT, REASON = "count", "planted"
+GROWING = ("draft_graph_replays", "draft_host_seconds", "draft_vocabulary_tokens", "draft_vocabulary_missed",
+           "recurrent_steps", "recurrent_host_seconds", f"vanilla_steps:{REASON}", f"draft_eager_reasons:{REASON}",
+           f"errors:{REASON}")  # fmt: skip
 # The number of planted errors by reason, and the number of those that are still alive.
 FOUND = "found.json"
 
@@ -38,16 +43,22 @@ def found(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def plant() -> None:
+    """Plant all of them once."""
+    from nwor_ops import DraftCommitManager
+
+    if not hasattr(DraftCommitManager.begin, "__wrapped__"):
+        folder = pathlib.Path(os.environ[FOLDER_VARIABLE])
+        _plant_errors(folder)
+        _plant_counts(folder / COUNT)
+
+
+def _plant_errors(folder: pathlib.Path) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     import nwor_ops.vllm
     from nwor_ops import DraftCommitManager
     from nwor_ops.transaction.writer import LayerWriter
     from nwor_ops.vllm.metrics.publisher import Publisher
-
-    if hasattr(DraftCommitManager.begin, "__wrapped__"):
-        return
-    folder = pathlib.Path(os.environ[FOLDER_VARIABLE])
 
     def only(name: str) -> Callable[..., bool]:
         return lambda *_, **__: (folder / name).exists()
@@ -77,5 +88,21 @@ def plant() -> None:
             unfinished.write_text(json.dumps({"planted": written, "alive": planted.alive()}))
             unfinished.replace(folder / FOUND)
 
-    reporting.__wrapped__ = commit  # type: ignore[attr-defined]
     DraftCommitManager.commit = reporting  # type: ignore[method-assign]
+
+
+def _plant_counts(file: pathlib.Path) -> None:
+    from nwor_ops.vllm import metrics, plugin
+
+    start, steps = plugin._start_metrics, 0
+
+    def counts(_: Any) -> dict[str, float]:
+        nonlocal steps
+        steps += file.exists()
+        return dict.fromkeys(GROWING, steps) | {"recurrent_skipped_requests": 0} if steps else {}
+
+    def starting(runner: Any) -> None:
+        start(runner)
+        metrics.publish(runner, runner, counts)
+
+    plugin._start_metrics = starting

@@ -8,7 +8,6 @@ import json
 import shutil
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,8 @@ class Server(readme_serve.Server):
 
     def scrape(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
         """Return the samples by name and labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
-            text = answer.read().decode()
         found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-        for family in text_string_to_metric_families(text):
+        for family in text_string_to_metric_families(self.get("/metrics")):
             for sample in family.samples:
                 found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
         return found

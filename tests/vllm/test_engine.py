@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from agreement import check_agreement
 from engine_checks import COW, STAGE, check_transaction, check_vllm_counts
 from engines import ENGINE, LLAMA, Engines, model_folder, prompts, ranks_job
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from nwor_ops.vllm.metrics.names import METRICS
 
 MODES = pytest.mark.parametrize("nwor", [COW, STAGE], ids=["cow", "stage"])
 NUM_SHADOW = 16  # shadow pages per group in mode stage: 8 requests, each with a tail page and one more
@@ -176,7 +179,7 @@ def test_sampling_with_temperature(engines: Engines) -> None:
 def test_engine_core_in_its_own_process(engines: Engines) -> None:
     """`vllm serve` runs the engine core in a child process. The plugin loads there too, in worker and scheduler.
 
-    The server of test_metrics.py covers mode cow.
+    The server of test_serve.py covers mode cow.
     """
     requests = prompts(6)
     environment = {"VLLM_NWOR_MODE": "stage", "VLLM_NWOR_AUDIT": "1"}
@@ -186,6 +189,9 @@ def test_engine_core_in_its_own_process(engines: Engines) -> None:
     assert "nwor: active, mode stage, audited at every step" in ours["log"]
     withheld = "16 of 96 blocks (16.7% of the cache, 0.8 MiB) are shadow pages, withheld from the scheduler"
     assert withheld in ours["log"]
+    assert ours["sessions"] == 0, "the windows are in the other process"
+    exact = {f"{METRICS[name][0]}_total": ours["stats"][name] for name in ("drafted", "accepted", "rejected")}
+    check_agreement(exact | ours["metrics"])
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
 """The behaviour of an engine after an error of this package: rows of the table in docs/operate.md, on real engines.
 
-``test_serve_errors.py`` has a server. Draft graphs and recurrent states need CUDA:
+``test_serve.py`` has a server. Draft graphs and recurrent states need CUDA:
 ``tests/gpu/vllm/test_errors_gpu.py``. The tests of those features on the CPU are in ``test_draft_graphs.py`` and
 ``test_recurrent_engine.py``.
 """

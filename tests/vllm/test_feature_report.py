@@ -1,4 +1,4 @@
-"""The labels of ``nwor_info``: which features are active, and the memory that they take."""
+"""Which features are active in an engine: the labels of ``nwor_info``, the memory they take, the methods they patch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import ENGINE, ENVIRONMENT, SMALL, Engines, _sampling, model_folder, prompts
+from engines import ENGINE, ENVIRONMENT, SMALL, Engines, _sampling, _wrapped_methods, model_folder, prompts
 
 from nwor_ops.cli.bench import FEATURES, BenchOptions
 from nwor_ops.cli.bench_report import OURS
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm import feature_report, plugin
 
+ON = ["_prepare_inputs", "_sample", "execute_model", "sample_tokens", "class initialize_kv_cache"]
+OFF = ON[-1:]
 STATES = {"transaction": "off", "draft_graphs": "off", "recurrent": "off", "draft_vocabulary": "off"}
 
 
 def _report_job(variables: dict[str, str], arguments: dict[str, Any], workers_without: bool) -> dict[str, Any]:
-    """Serve one request, and return the gauges and the warnings. If asked, workers are told to leave the plugin out."""
+    """Serve one request, and return the gauges and the warnings. If asked, workers leave the plugin out."""
     os.environ.update(ENVIRONMENT | variables)
     if workers_without:
         import nwor_ops.vllm
@@ -40,6 +42,7 @@ def _report_job(variables: dict[str, str], arguments: dict[str, Any], workers_wi
     result = {
         "states": [{name: sample.labels[name] for name in STATES} for sample in samples if sample.name == "nwor_info"],
         "memory": {sample.labels["part"]: sample.value for sample in samples if sample.name == "nwor_memory_bytes"},
+        "patched": [] if workers_without else _wrapped_methods(llm),
         "warnings": [line for line in lines if line.startswith("nwor: no feature")],
     }
     llm.llm_engine.engine_core.shutdown()
@@ -47,34 +50,38 @@ def _report_job(variables: dict[str, str], arguments: dict[str, Any], workers_wi
 
 
 @pytest.mark.parametrize(
-    ("nwor", "arguments", "states", "memory"),
+    ("nwor", "arguments", "states", "memory", "patched"),
     [
-        ({"mode": "cow"}, {}, {"transaction": "cow"}, ["undo_log"]),
+        ({"mode": "cow"}, {}, {"transaction": "cow"}, ["undo_log"], ON),
         # Draft graphs and one state need CUDA.
         (
             {"mode": "stage", "draft_graphs": "1", "recurrent": "1", "on_unsupported": "vanilla"},
             {},
             {"transaction": "stage", "draft_graphs": "missing", "recurrent": "missing"},
             ["shadow_pages"],
+            ON,
         ),
-        ({"mode": "stage"}, {"speculative_config": None}, {"transaction": "missing"}, []),
+        ({"mode": "stage"}, {"speculative_config": None}, {"transaction": "missing"}, [], OFF),
     ],
 )
 def test_report_of_an_engine(
-    engines: Engines, nwor: dict[str, str], arguments: dict[str, Any], states: dict[str, str], memory: list[str]
-) -> None:
+    engines: Engines, nwor: dict[str, str], arguments: dict[str, Any], states: dict[str, str], memory: list[str],
+    patched: list[str],
+) -> None:  # fmt: skip
+    """Switched on by the environment. Without speculation there is no transaction."""
     variables = {f"VLLM_NWOR_{name.upper()}": value for name, value in nwor.items()}
     result = engines.submit(_report_job, variables, arguments, False).result()
     assert result["states"] == [STATES | states]
     assert list(result["memory"]) == memory
+    assert result["patched"] == patched
     assert all(size > 0 for size in result["memory"].values())
     assert result["warnings"] == []
 
 
 @pytest.mark.long
 def test_worker_without_the_plugin_is_reported(engines: Engines) -> None:
-    """The workers are separate processes, in which vLLM was told to leave the plugin out."""
-    arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    """The worker is a separate process, in which vLLM was told to leave the plugin out."""
+    arguments = {"distributed_executor_backend": "mp"}
     result = engines.submit(_report_job, {"VLLM_NWOR_MODE": "cow"}, arguments, True).result()
     assert (result["states"], result["memory"]) == ([], {})
     assert len(result["warnings"]) == 1

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
-import json
 import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 from engine_checks import STAGE
 from engines import ENGINE, ENVIRONMENT, Engines, model_folder, prompts
-from processes import ROOT, environment
+from processes import ROOT
 
 from nwor_ops.vllm import hooks
 from nwor_ops.vllm.hooks import Patch, PatchError, Patches
@@ -283,37 +281,33 @@ def test_unloading_restores_vllm_under_running_engine(engines: Engines) -> None:
     assert total == 0
 
 
-def test_unloading_restores_what_only_cuda_engines_patch() -> None:
-    """The modules of vLLM are imported and patched without an engine: runners, connectors, layers with one state."""
-    script = """
-import importlib, json, sys
-import test_hooks
-from nwor_ops.vllm import hooks, plugin
-from nwor_ops.vllm.recurrent import plugin as recurrent
-from nwor_ops.vllm.recurrent import layer, models
-from vllm.model_executor.models import qwen3_next
-modules = [*test_hooks.PATCHED_MODULES, *plugin._module_patches(), "vllm.model_executor.models.qwen3_next"]
-on_cpu = [model for model in models.ALL if not any(hook.cuda for hook in model.hooks[:1])]
-modules += [*dict.fromkeys(model.module for model in on_cpu)]
-modules += ["vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.qwen4_exp.nvidia.ple_layer"]
-modules += ["vllm.model_executor.layers.mamba.checkpoint"]
-before = test_hooks.vllm_now(modules)
-plugin.register()
-for model in on_cpu:
-    layer.install(model)
-recurrent.add_records(qwen3_next.Qwen3NextForCausalLM)
-layer.watch_checkpoints()
-patched = test_hooks.changed(before, test_hooks.vllm_now(modules))
-plugin.unload()
-left = test_hooks.changed(before, test_hooks.vllm_now(modules))
-print(json.dumps({"patched": patched, "left": left + [str(patch) for patch in hooks.applied()]}))
-"""
-    variables = environment(ROOT / "tests" / "vllm") | {
-        "VLLM_NWOR_RECURRENT": "1", "VLLM_NWOR_DRAFT_GRAPHS": "1", "VLLM_NWOR_MODE": "stage"
-    }  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+def cuda_patches_job() -> dict[str, list[str]]:
+    """Patch the modules of vLLM without an engine: runners, connectors, layers with one state. Then undo it."""
+    os.environ |= {"VLLM_NWOR_RECURRENT": "1", "VLLM_NWOR_DRAFT_GRAPHS": "1", "VLLM_NWOR_MODE": "stage"}
+    from vllm.model_executor.models import qwen3_next
+
+    from nwor_ops.vllm import plugin
+    from nwor_ops.vllm.recurrent import layer, models
+    from nwor_ops.vllm.recurrent import plugin as recurrent
+
+    modules = [*PATCHED_MODULES, *plugin._module_patches(), qwen3_next.__name__]
+    on_cpu = [model for model in models.ALL if not any(hook.cuda for hook in model.hooks[:1])]
+    modules += [*dict.fromkeys(model.module for model in on_cpu)]
+    modules += ["vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.qwen4_exp.nvidia.ple_layer"]
+    modules += ["vllm.model_executor.layers.mamba.checkpoint"]
+    before = vllm_now(modules)
+    plugin.register()
+    for model in on_cpu:
+        layer.install(model)
+    recurrent.add_records(qwen3_next.Qwen3NextForCausalLM)
+    layer.watch_checkpoints()
+    patched = changed(before, vllm_now(modules))
+    plugin.unload()
+    return {"patched": patched, "left": changed(before, vllm_now(modules)) + [str(patch) for patch in hooks.applied()]}
+
+
+def test_unloading_restores_cuda_patches(engines: Engines) -> None:
+    result = engines.submit(cuda_patches_job).result()
     assert result["left"] == []
     assert not_in_the_page(result["patched"]) == []
     for target in (

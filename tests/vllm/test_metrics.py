@@ -1,26 +1,17 @@
-"""Counters: on the /metrics of a real server, and through ``nwor_ops.stats()``."""
+"""Counters through ``nwor_ops.stats()``, and their way to the front end. test_serve.py has those of a server."""
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import os
-import re
 import time
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
-import planted_counts
-import planted_server
 import prometheus_client
 import pytest
-import ray_on_cpu
 import torch
-import yaml
 from agreement import check_agreement
 from counted_session import (
     CountedSession,
@@ -32,10 +23,7 @@ from counted_session import (
     step_output,
 )
 from engines import ENGINE, ENVIRONMENT, NGRAM, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
-from processes import environment
-from prometheus import ALERTS, dashboard_expressions, promtool, scraping
 from prometheus_client import REGISTRY
-from tiny_serve import Server, running
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
@@ -52,168 +40,6 @@ from nwor_ops.vllm.recurrent.plugin import RecurrentEngine
 K = NGRAM["num_speculative_tokens"]
 
 
-# ---------------------------------------------------------------- a real server
-
-
-@pytest.fixture(scope="module")
-def server(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Start one server for all tests. It rejects environment variables that vLLM does not know."""
-    folder = tmp_path_factory.mktemp("planted")
-    planted_server.install(folder / "plugin", "planted_counts")
-    variables = {"VLLM_NWOR_MODE": "cow", planted_counts.FOLDER_VARIABLE: str(folder)}
-    variables["PYTHONPATH"] = environment(folder / "plugin")["PYTHONPATH"]
-    started = Server(variables, "--fail-on-environ-validation")
-    started.planted = folder / "count"  # type: ignore[attr-defined]
-    with running(started):
-        yield started
-
-
-def check_served(server: Server) -> None:
-    """Run six clients in parallel; then the counters must equal the scheduler's."""
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(server.complete, prompts(6)))
-    totals = server.metrics_at_rest()
-    check_agreement(totals)
-    assert totals["nwor_windows_total"] > 0
-    assert totals["nwor_committed_tokens_total"] > 0
-    assert totals["nwor_rejected_tokens_total"] > 0
-    assert totals["nwor_cancelled_windows_total"] == 0
-
-
-def test_serve_counts_what_vllm_counts(server: Server) -> None:
-    check_served(server)
-
-
-@pytest.mark.nightly
-def test_serve_counts_in_mode_stage(engines: Engines) -> None:
-    server = Server({"VLLM_NWOR_MODE": "stage"}, "--disable-log-stats")
-    with running(server):
-        server.complete(prompts(1)[0])
-        samples = server.metrics()
-        assert samples["nwor_draft_tokens_total"] > 0
-        assert "vllm:spec_decode_num_draft_tokens_total" not in samples
-        assert "nwor: active, mode stage" in server.log
-
-
-@pytest.mark.nightly
-def test_several_api_servers_share_counts(engines: Engines) -> None:
-    """Each server reports the counters of all, like vLLM's own counters."""
-    server = Server({"VLLM_NWOR_MODE": "cow"}, "--api-server-count", "2")
-    with running(server):
-        check_served(server)
-        counted = [server.scrape()["nwor_draft_tokens_total"] for _ in range(8)]
-        assert counted == counted[:1] * 8
-        assert set(counted[0]) == {(("engine", "0"), ("model_name", "tiny"))}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("executor", "mode", "devices"),
-    [
-        ("RayExecutorV2", "cow", (0, 2)),  # both ranks on a node without the server
-        ("RayExecutorV2", "stage", (0, 2)),
-        # The older executor needs a worker on the server's node, and nodes with different IPs.
-        ("RayDistributedExecutor", "cow", (2,)),
-    ],
-)
-def test_serve_counts_for_ray_workers(engines: Engines, executor: str, mode: str, devices: tuple[int, ...]) -> None:
-    """Two ranks are Ray actors, and each is attached and audited."""
-    ours = {"VLLM_NWOR_MODE": mode, "VLLM_NWOR_AUDIT": "1"}
-    ours["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = str(int(executor == "RayExecutorV2"))
-    arguments = ("--distributed-executor-backend", "ray", "--tensor-parallel-size", "2")
-    with ray_on_cpu.cluster(devices) as (variables, logs):
-        server = Server(variables | ours, *arguments)
-        with running(server):
-            check_served(server)
-            attached = sum(f"nwor: active, mode {mode}, audited at every step" in log for log in logs())
-            # Workers of the older executor log only warnings, for vLLM too.
-            assert attached == (2 if executor == "RayExecutorV2" else 0)
-
-
-def test_serve_labels_are_those_of_vllm(server: Server) -> None:
-    server.complete(prompts(1)[0])
-    samples = server.scrape()
-    labels = set(samples["vllm:spec_decode_num_draft_tokens_total"])
-    assert labels == {(("engine", "0"), ("model_name", "tiny"))}
-    for name in ("windows", "drafted", "accepted", "rejected", "cancelled", "abandoned", "host_seconds"):
-        assert set(samples[f"{METRICS[name][0]}_total"]) == labels
-
-
-def test_serve_reports_active_features(server: Server) -> None:
-    import vllm
-
-    server.complete(prompts(1)[0])
-    samples = server.scrape()
-    [(labels, value)] = samples["nwor_info"].items()
-    states = {"transaction": "cow", "draft_graphs": "off", "recurrent": "off", "draft_vocabulary": "off"}
-    of_vllm = {"engine": "0", "model_name": "tiny", "vllm": vllm.__version__}
-    assert (dict(labels), value) == (states | of_vllm | {"version": nwor_ops.__version__}, 1)
-    [(labels, size)] = samples["nwor_memory_bytes"].items()
-    assert dict(labels)["part"] == "undo_log"
-    assert f"log {size / 2**20:.1f} MiB" in server.log
-
-
-def test_host_time_is_counted(server: Server) -> None:
-    before, started = server.metrics_at_rest(), time.monotonic()
-    server.complete(prompts(1)[0])
-    elapsed, after = time.monotonic() - started, server.metrics_at_rest()
-    steps, seconds = (after[name] - before[name] for name in ("nwor_windows_total", "nwor_host_seconds_total"))
-    assert steps > 0
-    assert 0 < seconds < elapsed
-
-
-def test_hang_ups_are_counted(server: Server) -> None:
-    """The scheduler does not count the last drafts of an aborted request."""
-    aborted = 4
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(server.hang_up, prompts(aborted, seed=1)))
-        list(pool.map(server.complete, prompts(6, seed=2)))
-    check_agreement(server.metrics_at_rest(), aborted, K)
-
-
-def test_server_knows_our_variables(server: Server) -> None:
-    """vLLM does not warn, and the server, which rejects unknown variables, has started. No file is left anywhere."""
-    assert "Unknown vLLM environment variable" not in server.log
-    assert [path for path in Path(server.folder).rglob("*") if "nwor" in path.name] == []
-
-
-def test_promtool_accepts_our_metrics(server: Server) -> None:
-    """Names, units, types and help texts are as Prometheus recommends. (vLLM's names have colons.)"""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    ours = [line for line in lines if re.match(r"(# \w+ )?nwor_", line)]
-    assert len(ours) > 20
-    done = promtool("check", "metrics", given="\n".join(ours) + "\n")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_dashboard_and_alerts_have_data(server: Server, tmp_path: Path) -> None:
-    """Prometheus scrapes the server. Runs last, because counts that this engine cannot make are added in each step:
-    passes of a drafter, steps with one state, steps without the transaction."""
-    server.planted.touch()  # type: ignore[attr-defined]
-    numbers = itertools.count(1)
-    with scraping(tmp_path, server.port) as prometheus:
-        for number in range(4):
-            server.complete(prompts(1, seed=number)[0])
-            time.sleep(1)
-        prometheus.wait_for("rate(nwor_draft_graph_replays_total[1m]) > 0")
-        prometheus.wait_for("rate(nwor_windows_total[1m]) > 0")
-        expressions = dashboard_expressions()
-        for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]:
-            # An alert that does not fire has no sample: ask for its left side, or for its metric.
-            left = re.sub(r'\{\w+="missing"\}', "", rule["expr"]).split(" > ")[0].split(" unless ")[0]
-            expressions.append(left.replace("[5m]", "[1m]").removeprefix("count by (job, instance) ("))
-        # A quotient of two rates is NaN until both counters have grown between two scrapes: keep the server busy.
-        deadline = time.monotonic() + 120
-        for expression in expressions:
-            while not prometheus.has_numbers(expression):
-                assert time.monotonic() < deadline, expression
-                server.complete(prompts(1, seed=next(numbers))[0])
-        firing = prometheus.query("count by (job, instance) (vllm:generation_tokens_total > 0) unless "
-                                  "count by (job, instance) (nwor_info)")  # fmt: skip
-        assert firing == []
-
-
 # ---------------------------------------------------------------- vLLM's LLM
 
 
@@ -221,8 +47,6 @@ def _llm_job(variables: dict[str, str], arguments: dict[str, Any]) -> dict[str, 
     """Run two workloads, the first one with aborts."""
     os.environ.update(ENVIRONMENT | variables)
     from vllm import LLM
-
-    import nwor_ops.vllm
 
     llm = LLM(**ENGINE | {"model": model_folder(**SMALL), "dtype": "float32"} | arguments)
     stats = []
@@ -234,26 +58,18 @@ def _llm_job(variables: dict[str, str], arguments: dict[str, Any]) -> dict[str, 
         stats.append(nwor_ops.stats().as_dict())
     return {
         "stats": stats,
-        "in_process": bool(nwor_ops.vllm.sessions()),
         "metrics": {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")},
         "exported": {sample.name: sample.value for family in REGISTRY.collect() for sample in family.samples
                      if family.name.startswith("nwor_")},
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("variables", "in_process"),
-    [
-        ({}, True),
-        pytest.param({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, False, marks=pytest.mark.long),
-        ({"VLLM_NWOR_EMIT_METRICS": "0"}, True),
-    ],
-)
-def test_stats_agree_with_the_scheduler(engines: Engines, variables: dict[str, str], in_process: bool) -> None:
+@pytest.mark.parametrize("variables", [{}, {"VLLM_NWOR_EMIT_METRICS": "0"}])
+def test_stats_agree_with_the_scheduler(engines: Engines, variables: dict[str, str]) -> None:
+    """In one process. test_engine.py has an engine core in its own process."""
     settings = {"additional_config": {"nwor": {"mode": "cow"}}}
     result = engines.submit(_llm_job, variables, settings).result()
     first, second = result["stats"]
-    assert result["in_process"] is in_process
     assert first["engines"] == second["engines"] == 1
     assert 0 < first["windows"] < second["windows"]
     exact = {f"{METRICS[name][0]}_total": second[name] for name in ("drafted", "accepted", "rejected", "windows")}

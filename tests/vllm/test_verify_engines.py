@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import planted_plugin
+import planted_server
 import pytest
 from engines import ENVIRONMENT, NGRAM
 from processes import environment
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.nightly]
 
 
 def verify(folder: Path, *options: str, arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    planted_plugin.install(folder / "plugins")
+    planted_server.install(folder / "plugins", "planted_plugin")
     engine = {**environment(folder / "plugins"), **ENVIRONMENT, "VLLM_NWOR_MODE": "cow"}
     output = str(folder / "out")
     command = ["-m", "nwor_ops", "verify", "--json", "--device", "cpu", "--output", output, *options, "--", *arguments]
