@@ -30,6 +30,7 @@ MAX_TOKENS = 40
 PREFIX_TOKENS = 400
 VOCABULARY = 64
 AT_ONCE = 8
+HUNG_UP = 4  # clients of `at_once` that do not wait for their answer
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def at_once(server: Server, asked: list[list[int]]) -> list[list[int]]:
     """The same, from several clients; others hang up meanwhile."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = [pool.submit(server.complete, prompt) for prompt in asked]
-        for prompt in asked[:4]:
+        for prompt in asked[:HUNG_UP]:
             pool.submit(server.hang_up, [*prompt[:-1], 7]).result()
         return [answer.result() for answer in answers]
 
