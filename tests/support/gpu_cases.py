@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from nwor_ops.testing.tiny_llama import VOCABULARY
 
@@ -130,23 +130,52 @@ class Case:
         return not self.is_v1 and self.engine.get("kernel_config", ENGINE["kernel_config"])["enable_jit_warmup"]
 
 
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
 def _engine(backend: str = "FLASH_ATTN", method: str = "ngram", graphs: str = "default", **more: Any) -> dict[str, Any]:
     chosen = {"attention_config": {"backend": backend}, "speculative_config": METHODS[method]}
     return chosen | GRAPHS.get(graphs, {}) | more
 
 
 def _case(
-    name: str, environment: dict[str, str] = V2, backend: str = "FLASH_ATTN", graphs: str = "default", **more: Any
-) -> Case:
-    fields = (
-        "nwor", "use", "same_tokens", "may_differ", "trimmed", "expect", "needs", "recurrent_groups", "share",
-        "draft_counts",
-    )  # fmt: skip
-    own = {key: more.pop(key) for key in fields if key in more}
-    expect = own.pop("expect", {})
+    name: str, environment: dict[str, str] = V2, backend: str = "FLASH_ATTN", graphs: str = "default",
+    kind: type[AnyCase] = Case, **more: Any,
+) -> AnyCase:  # fmt: skip
+    """Return a case. ``more`` are fields of it, and arguments of the engine."""
+    own = {field.name: more.pop(field.name) for field in fields(kind) if field.name in more}
     if graphs in GRAPH_MODES and not more.get("enforce_eager"):
-        expect = {"cudagraph_mode": GRAPH_MODES[graphs]} | expect
-    return Case(name, _engine(backend, graphs=graphs, **more), environment, expect=expect, **own)
+        own["expect"] = {"cudagraph_mode": GRAPH_MODES[graphs]} | own.get("expect", {})
+    return kind(name=name, engine=_engine(backend, graphs=graphs, **more), environment=environment, **own)
+
+
+# What may happen to requests, and settings that any feature must support.
+BEHAVIOURS: dict[str, dict[str, Any]] = {
+    "abort": {"use": {"abort": {10: [0, 2], 16: [5]}}},
+    "preemption": {
+        "num_gpu_blocks_override": 22, "max_model_len": 192, "use": {"max_tokens": 80},
+        "expect": {"metric:num_preemptions": 1},
+    },
+    "prefix-caching": {
+        "enable_prefix_caching": True, "use": {"shared_prefix": 48, "rounds": 2},
+        "expect": {"metric:prefix_cache_hits": 1},
+    },
+    "chunked-prefill": {"max_num_batched_tokens": 48, "use": {"shared_prefix": 90}},
+    "temperature": {"use": {"temperature": 1.0}},
+    "not-async": {"async_scheduling": False},
+    "sleep": {"enable_sleep_mode": True, "use": {"rounds": 2, "sleep": True}},
+    "length-limit": {"max_model_len": 128, "use": {"max_tokens": 200}},
+    # Every other request uses an adapter of the target.
+    "lora": {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "use": {"adapter": "@llama_lora"}},
+    "memory-profiling": {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.03},
+}  # fmt: skip
+ABORT, PREEMPTION = BEHAVIOURS["abort"], BEHAVIOURS["preemption"]
+
+
+def _behaving(case: Callable[..., AnyCase], *names: str, **more: Any) -> Iterator[AnyCase]:
+    """Yield a case for each of these behaviours."""
+    for name in names:
+        yield case(name, **BEHAVIOURS[name] | more)
 
 
 def _graph_modes() -> Iterator[Case]:
@@ -249,7 +278,7 @@ def _recurrent() -> Iterator[Case]:
     # A drafter that proposes in every step: shadow pages of hundreds of rows stay, and requests leave theirs to others.
     yield _case(
         "recurrent-v2-gdn-mtp-abort", method="mtp", num_gpu_blocks_override=192, **gdn | {"recurrent_groups": 2},
-        use={"abort": {10: [0, 2], 16: [5]}}, expect={"kv_cache_groups": 3},
+        **ABORT, expect={"kv_cache_groups": 3},
     )  # fmt: skip
     yield _case("recurrent-v2-mamba", backend="TRITON_ATTN", **mamba, expect={"kv_cache_groups": 3})
     yield _case("recurrent-v1-mamba-align", V1, **mamba, **aligned, expect={"kv_cache_groups": 3} | hits)
@@ -292,20 +321,12 @@ def _caches() -> Iterator[Case]:
 
 
 def _behaviours() -> Iterator[Case]:
-    few_blocks = {"num_gpu_blocks_override": 22, "max_model_len": 192}
-    long = {"max_tokens": 80}
     for runner, environment in (("v2", V2), ("v1", V1)):
-        preempted = {"use": long, "expect": {"metric:num_preemptions": 1}}
-        yield _case(f"{runner}-preemption", environment, **few_blocks, **preempted)
-        yield _case(f"{runner}-abort", environment, use={"abort": {10: [0, 2], 16: [5]}})
-        yield _case(f"{runner}-temperature", environment, use={"temperature": 1.0})
-        yield _case(f"{runner}-not-async", environment, async_scheduling=False)
-    shared = {"use": {"shared_prefix": 48, "rounds": 2}, "expect": {"metric:prefix_cache_hits": 1}}
-    yield _case("prefix-caching", enable_prefix_caching=True, **shared)
-    yield _case("prefix-caching-eagle", method="eagle", enable_prefix_caching=True, **shared)
-    yield _case("chunked-prefill", method="eagle", max_num_batched_tokens=48, use={"shared_prefix": 90})
-    yield _case("sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
-    yield _case("memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
+        for name in ("preemption", "abort", "temperature", "not-async"):
+            yield _case(f"{runner}-{name}", environment, **BEHAVIOURS[name])
+    yield from _behaving(_case, "prefix-caching", "sleep", "memory-profiling")
+    yield _case("prefix-caching-eagle", method="eagle", **BEHAVIOURS["prefix-caching"])
+    yield from _behaving(_case, "chunked-prefill", method="eagle")
     # vLLM's warm-up creates 8 requests and numbers their 16 blocks itself, which are all blocks of this cache.
     yield _case(
         "warm-up",
@@ -572,68 +593,51 @@ RANDOM_DRAFT = {**DRAFT, "draft_sample_method": "probabilistic"}
 def _draft(
     name: str, backend: str = "FLASH_ATTN", sizes: list[int] = EVERY_COUNT, nwor: Any = GRAPHED, **more: Any
 ) -> DraftCase:
-    use = {"record_drafts": True, **more.pop("use", {})}
-    names = ("environment", "same_tokens", "expect", "exact", "captured", "eager")
-    own = {key: more.pop(key) for key in names if key in more}
-    compilation = {"cudagraph_capture_sizes": sizes, **more.pop("compilation_config", {})}
-    engine = _engine(backend, method=more.pop("method", "draft_model"), compilation_config=compilation) | more
-    return DraftCase(f"draft-graphs-{name}", engine, nwor=nwor, use=use, **{"exact": sizes == EVERY_COUNT} | own)
+    more = {"method": "draft_model", "exact": sizes == EVERY_COUNT} | more
+    more["use"] = {"record_drafts": True} | more.get("use", {})
+    more["compilation_config"] = {"cudagraph_capture_sizes": sizes} | more.get("compilation_config", {})
+    return _case(f"draft-graphs-{name}", backend=backend, graphs="any", kind=DraftCase, nwor=nwor, **more)
+
+
+MODES = (("", GRAPHED), ("-cow", GRAPHED_COW), ("-stage", GRAPHED_STAGE))
+# Many tokens, because the test compares a rate.
+RANDOM = {"use": {"temperature": 1.0, "max_tokens": 150}}
+ONE_DRAFT = {"sizes": [2 * requests for requests in range(1, 9)]}
+FULL_DECODE_ONLY = {"cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 def _draft_graphs() -> Iterator[DraftCase]:
-    few_blocks = {"num_gpu_blocks_override": 22, "max_model_len": 192}
-    shared = {"shared_prefix": 48, "rounds": 2}
     for backend in ("FLASH_ATTN", "TRITON_ATTN"):
         kind = backend.split("_")[0].lower()
-        for mode, nwor in (("", GRAPHED), ("-cow", GRAPHED_COW), ("-stage", GRAPHED_STAGE)):
+        for mode, nwor in MODES:
             yield _draft(f"{kind}{mode}", backend, nwor=nwor)
             yield _draft(f"{kind}-padded{mode}", backend, PADDED_COUNTS, nwor=nwor)
             # Drafts are drawn from the distribution of the draft model, which the verification reads.
-            # Many tokens, because the test compares a rate.
-            random = {"temperature": 1.0, "max_tokens": 150}
-            yield _draft(f"{kind}-random{mode}", backend, nwor=nwor, speculative_config=RANDOM_DRAFT, use=random)
+            yield _draft(f"{kind}-random{mode}", backend, nwor=nwor, speculative_config=RANDOM_DRAFT, **RANDOM)
     # There is no graph for more than 4 requests, so larger batches run vLLM's code.
     yield _draft("larger-batches", sizes=EVERY_COUNT[:4], exact=True)
-    one = {**DRAFT, "num_speculative_tokens": 1}
-    yield _draft("one-draft", speculative_config=one, sizes=[2 * requests for requests in range(1, 9)], exact=True)
-    yield _draft("full", compilation_config={"cudagraph_mode": "FULL"}, expect={"cudagraph_mode": "FULL"})
-    yield _draft(
-        "full_decode_only",
-        compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"},
-        expect={"cudagraph_mode": "FULL_DECODE_ONLY"},
-    )
-    yield _draft("abort", nwor=GRAPHED_COW, use={"abort": {10: [0, 2], 16: [5]}})
-    yield _draft("preemption", **few_blocks, use={"max_tokens": 80}, expect={"metric:num_preemptions": 1})
-    yield _draft("preemption-triton-cow", "TRITON_ATTN", nwor=GRAPHED_COW, **few_blocks, use={"max_tokens": 80},
-                 expect={"metric:num_preemptions": 1})  # fmt: skip
-    yield _draft("prefix-caching", nwor=GRAPHED_COW, enable_prefix_caching=True, use=shared,
-                 expect={"metric:prefix_cache_hits": 1})  # fmt: skip
-    yield _draft("sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
-    yield _draft("not-async", async_scheduling=False)
-    yield _draft("length-limit", max_model_len=128, use={"max_tokens": 200})
+    yield _draft("one-draft", speculative_config={**DRAFT, "num_speculative_tokens": 1}, exact=True, **ONE_DRAFT)
+    for graphs in ("full", "full_decode_only"):
+        mode = {"cudagraph_mode": graphs.upper()}
+        yield _draft(graphs, compilation_config=mode, expect=mode)
+    yield from _behaving(_draft, "abort", "prefix-caching", nwor=GRAPHED_COW)
+    yield from _behaving(_draft, "preemption", "sleep", "not-async", "length-limit", "memory-profiling", "lora")
+    yield _draft("preemption-triton-cow", "TRITON_ATTN", nwor=GRAPHED_COW, **PREEMPTION)
     yield _draft("fp8", kv_cache_dtype="fp8")
     yield _draft("hybrid", model="@hybrid", nwor=GRAPHED_COW)
     yield _draft("sliding-draft", speculative_config={**DRAFT, "model": "@sliding"})
-    yield _draft("memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
-    yield from _wider_draft_graphs()
-
-
-def _wider_draft_graphs() -> Iterator[DraftCase]:
     # Four drafts of up to three requests, two of up to six, none of more: a graph for every count of each.
     dynamic = {"speculative_config": DRAFT | DYNAMIC["v2"]}
     every, some = list(range(1, 9)), range(4, 7)
     sizes = sorted({length * requests for length in (1, 3, 5) for requests in every})
     captured = {4: ([1, 2, 3], [1, 2, 3]), 2: ([1, 2, 3, *some], list(some)), 0: (every, [])}
-    for mode, nwor in (("", GRAPHED), ("-cow", GRAPHED_COW), ("-stage", GRAPHED_STAGE)):
+    for mode, nwor in MODES:
         yield _draft(f"dynamic{mode}", sizes=sizes, nwor=nwor, captured=captured, exact=True, **dynamic)
     # Few sizes: one request with two drafts pads to two, four to five; seven without to eight.
     padded = {4: ([1, 2, 3], [1, 2, 3]), 2: ([2, 3, 5, 6], [5, 6]), 0: ([5, 8], [])}
     yield _draft("dynamic-padded-triton", "TRITON_ATTN", [5, 8, 15, 18], captured=padded, **dynamic)
-    random = {"temperature": 1.0, "max_tokens": 150}
-    yield _draft("dynamic-random", sizes=sizes, captured=captured, exact=True, use=random,
+    yield _draft("dynamic-random", sizes=sizes, captured=captured, exact=True, **RANDOM,
                  speculative_config=RANDOM_DRAFT | DYNAMIC["v2"])  # fmt: skip
-    # Every other request uses an adapter of the target.
-    yield _draft("lora", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@llama_lora"})
 
 
 def _draft_v1(name: str, method: str, backend: str = "FLASH_ATTN", **more: Any) -> DraftCase:
@@ -659,27 +663,14 @@ def _draft_graphs_v1() -> Iterator[DraftCase]:
     yield _draft_v1("triton-draft_model-cow", "draft_model", "TRITON_ATTN", nwor=GRAPHED_COW)
     yield _draft_v1("triton-eagle-padded", "eagle", "TRITON_ATTN", sizes=PADDED_COUNTS)
     # Tokens are drawn at random, drafts are the most likely ones; drafts drawn at random run vLLM's code.
-    random = {"temperature": 1.0, "max_tokens": 150}
-    yield _draft_v1("temperature", "draft_model", use=random)
-    yield _draft_v1("random", "draft_model", speculative_config=RANDOM_DRAFT, use=random,
-                    eager="drafts drawn at random")  # fmt: skip
+    yield _draft_v1("temperature", "draft_model", **RANDOM)
+    yield _draft_v1("random", "draft_model", speculative_config=RANDOM_DRAFT, eager="drafts drawn at random", **RANDOM)
     yield _draft_v1("larger-batches", "eagle", sizes=EVERY_COUNT[:4])
-    one = {**EAGLE, "num_speculative_tokens": 1}
-    yield _draft_v1("one-draft", "eagle", speculative_config=one, sizes=[2 * requests for requests in range(1, 9)])
-    yield _draft_v1(
-        "full_decode_only",
-        "draft_model",
-        compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"},
-        expect={"cudagraph_mode": "FULL_DECODE_ONLY"},
-    )
-    yield _draft_v1("abort", "eagle", nwor=GRAPHED_COW, use={"abort": {10: [0, 2], 16: [5]}})
-    yield _draft_v1("preemption", "draft_model", num_gpu_blocks_override=22, max_model_len=192, use={"max_tokens": 80},
-                    expect={"metric:num_preemptions": 1})  # fmt: skip
-    yield _draft_v1("prefix-caching", "eagle", enable_prefix_caching=True, use={"shared_prefix": 48, "rounds": 2},
-                    expect={"metric:prefix_cache_hits": 1})  # fmt: skip
-    yield _draft_v1("sleep", "draft_model", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
-    yield _draft_v1("length-limit", "draft_model", max_model_len=128, use={"max_tokens": 200})
-    yield _draft_v1("memory-profiling", "eagle", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
+    yield _draft_v1("one-draft", "eagle", speculative_config={**EAGLE, "num_speculative_tokens": 1}, **ONE_DRAFT)
+    yield _draft_v1("full_decode_only", "draft_model", compilation_config=FULL_DECODE_ONLY, expect=FULL_DECODE_ONLY)
+    yield _draft_v1("abort", "eagle", nwor=GRAPHED_COW, **ABORT)
+    yield from _behaving(_draft_v1, "preemption", "sleep", "length-limit", method="draft_model")
+    yield from _behaving(_draft_v1, "prefix-caching", "memory-profiling", method="eagle")
 
 
 DRAFT_CASES = [*_draft_graphs(), *_draft_graphs_v1()]
@@ -1241,18 +1232,11 @@ def _vocabularies() -> Iterator[Case]:
     yield _vocabulary("adaptive", backend="TRITON_ATTN",
                       speculative_config=EAGLE | {"enable_adaptive_verification": True}, use=STEEP)  # fmt: skip
     yield _vocabulary("dynamic", speculative_config=EAGLE | DYNAMIC["v2"])
-    yield _vocabulary("preemption", num_gpu_blocks_override=22, max_model_len=192, use={"max_tokens": 80},
-                      expect={"metric:num_preemptions": 1})  # fmt: skip
-    yield _vocabulary("prefix-caching", enable_prefix_caching=True, use={"shared_prefix": 48, "rounds": 2},
-                      expect={"metric:prefix_cache_hits": 1})  # fmt: skip
-    yield _vocabulary("chunked-prefill", max_num_batched_tokens=48, use={"shared_prefix": 90})
-    yield _vocabulary("abort", use={"abort": {10: [0, 2], 16: [5]}})
-    yield _vocabulary("not-async", async_scheduling=False)
-    yield _vocabulary("lora", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@llama_lora"},
-                      method="draft_model")  # fmt: skip
+    yield from _behaving(_vocabulary, "preemption", "prefix-caching", "chunked-prefill", "abort", "not-async",
+                         "memory-profiling")  # fmt: skip
+    yield from _behaving(_vocabulary, "lora", method="draft_model")
     for level in (1, 2):
         yield _vocabulary(f"sleep-{level}", enable_sleep_mode=True, use={"rounds": 2, "sleep": level})
-    yield _vocabulary("memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
 
 
 VOCABULARY_CASES = list(_vocabularies())
