@@ -17,11 +17,11 @@ from collections.abc import Callable
 
 import tiny_models
 import torch
-from tiny_models import save, write_eagle, write_eagle3
+from tiny_models import Model, eagle, eagle3, llama
 from torch import Tensor
 
 from nwor_ops.testing import tiny_llama
-from nwor_ops.testing.tiny_llama import VOCABULARY, Size, decoder_layer, matrix, successor, write_tiny_llama
+from nwor_ops.testing.tiny_llama import VOCABULARY, Size, decoder_layer, matrix, successor
 
 DRAFTS = 3
 SIZE = Size()
@@ -40,7 +40,7 @@ def tiny_folder(name: str) -> str:
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         unfinished = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
-        _WRITERS[name](unfinished)
+        _MODELS[name]().save(unfinished)
         try:
             unfinished.rename(folder)
         except OSError:  # another process wrote it first
@@ -49,12 +49,12 @@ def tiny_folder(name: str) -> str:
     return str(folder)
 
 
-def _write_medusa(folder: pathlib.Path) -> None:
-    """Write one head per draft: the output layer, shifted by that number of tokens."""
-    llama = _llama()
-    head, weights = llama["lm_head.weight"].float(), {}
+def _medusa() -> Model:
+    """One head per draft: the output layer, shifted by that number of tokens."""
+    weights_of_llama = llama().weights
+    head, weights = weights_of_llama["lm_head.weight"].float(), {}
     for number in range(DRAFTS):
-        head = head @ _following(llama)
+        head = head @ _following(weights_of_llama)
         weights[f"blocks.{number}.layers.0.weight"] = torch.zeros(SIZE.hidden, SIZE.hidden)
         weights[f"lm_heads.{number}.weight"] = head
     config = {
@@ -66,13 +66,13 @@ def _write_medusa(folder: pathlib.Path) -> None:
         "num_hidden_layers": 1,
         "torch_dtype": "bfloat16",
     }
-    _save_bfloat16(folder, config, weights)
+    return _in_bfloat16(config, weights)
 
 
-def _write_mimo(folder: pathlib.Path) -> None:
-    """Write the tiny Llama with MiMo's biases, followed by the layer that predicts one more token (MTP)."""
+def _mimo() -> Model:
+    """The tiny Llama with MiMo's biases, followed by the layer that predicts one more token (MTP)."""
     generator, hidden, layer = torch.Generator().manual_seed(25), SIZE.hidden, "model.mtp_layers.0"
-    weights = _llama() | dict(decoder_layer(generator, layer, SIZE))
+    weights = llama().weights | dict(decoder_layer(generator, layer, SIZE))
     for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
         weights[f"{layer}.{norm}.weight"] = torch.ones(hidden)
     noise = matrix(generator, hidden, hidden, 0.3)
@@ -80,30 +80,24 @@ def _write_mimo(folder: pathlib.Path) -> None:
     for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
         weights[name.replace("weight", "bias")] = torch.randn(len(weights[name]), generator=generator) / 8
     mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
-    _save_bfloat16(folder, SIZE.config() | mimo, weights)
+    return _in_bfloat16(SIZE.config() | mimo, weights)
 
 
-_WRITERS: dict[str, Callable[[pathlib.Path], object]] = {
-    "llama": write_tiny_llama,
-    "eagle": write_eagle,
-    "eagle3": write_eagle3,
-    "medusa": _write_medusa,
-    "mimo": _write_mimo,
+_MODELS: dict[str, Callable[[], Model]] = {
+    "llama": llama,
+    "eagle": eagle,
+    "eagle3": eagle3,
+    "medusa": _medusa,
+    "mimo": _mimo,
 }
 
 
-def _llama() -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(pathlib.Path(tiny_folder("llama"), "model.safetensors"))
-
-
-def _following(llama: dict[str, Tensor]) -> Tensor:
+def _following(weights: dict[str, Tensor]) -> Tensor:
     """Return the linear map from the embedding of each token to that of its successor."""
-    embedding = llama["model.embed_tokens.weight"].float()
+    embedding = weights["model.embed_tokens.weight"].float()
     after = embedding[[successor(token) for token in range(VOCABULARY)]]
     return (torch.linalg.pinv(embedding) @ after).T
 
 
-def _save_bfloat16(folder: pathlib.Path, config: dict[str, object], weights: dict[str, Tensor]) -> None:
-    save(folder, config, {name: weight.bfloat16().contiguous() for name, weight in weights.items()})
+def _in_bfloat16(config: dict[str, object], weights: dict[str, Tensor]) -> Model:
+    return Model(config, {name: weight.bfloat16().contiguous() for name, weight in weights.items()})

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ from nwor_ops.testing.tiny_llama import (
     SEED,
     VOCABULARY,
     Size,
+    _weights,
     decoder_layer,
     matrix,
     successor,
-    write_tiny_llama,
 )
 
+DEMO = Size()
 # The head sizes that vLLM's MLA kernels are made for; all else is small.
 MLA = {"layers": 2, "hidden": 256, "heads": 4, "latent": 512, "rope": 64, "nope": 128, "value": 128, "mlp": 512}
 # As in DeepSeek's models: vLLM has its own class for it.
@@ -92,69 +94,73 @@ PLAIN_CONFIG = """from transformers import PretrainedConfig
 class Config(PretrainedConfig):
     model_type = "{model_type}"
 """
+MULTIMODAL_CONFIG = """from transformers import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
+
+
+class TextConfig(Qwen3_5MoeTextConfig):
+    model_type = "{text_type}"
+
+
+class Config(Qwen3_5MoeConfig):
+    model_type = "{model_type}"
+    sub_configs = Qwen3_5MoeConfig.sub_configs | {{"text_config": TextConfig}}
+"""
 MASK = VOCABULARY - 1  # stands where a parallel drafter is to fill a token in
+
+
+@dataclass
+class Model:
+    """A model or an adapter.
+
+    Attributes:
+        config: contents of ``config.json``.
+        weights: by name.
+        files: other files of its folder, by name.
+        prefix: of the names of its two files.
+    """
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    files: dict[str, str] = field(default_factory=dict)
+    prefix: str = ""
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Write it with a tokenizer."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        config = json.dumps(self.config, indent=2) + "\n"
+        for name, text in ({f"{self.prefix}config.json": config} | self.files).items():
+            (folder / name).write_text(text)
+        save_file(self.weights, str(folder / f"{self.prefix}model.safetensors"), metadata={"format": "pt"})
+        _write_tokenizer(folder)
 
 
 def write_models(folder: pathlib.Path, *names: str) -> dict[str, str]:
     """Write these models, by default all of them. Return their folders by name."""
-    writers: dict[str, Callable[[pathlib.Path], Any]] = {
-        "llama": write_tiny_llama,
-        "draft": lambda path: write_tiny_llama(path, seed=21, size=Size(layers=1)),
-        "eagle": write_eagle,
-        "eagle_with_biases": lambda path: write_eagle(path, biases=True),
-        "sliding": lambda path: _write_sliding(path, ["sliding_attention"] * 3),
-        "hybrid": lambda path: _write_sliding(path, ["sliding_attention", "full_attention"] * 2),
-        "llama_lora": _write_lora,
-        "gdn_lora": _write_gdn_lora,
-        "mqa": lambda path: write_tiny_llama(path, size=Size(kv_heads=1)),
-        "mla": _write_mla,
-        "mla_draft": lambda path: _write_mla(path, seed=33),
-        "mla_yarn": lambda path: _write_mla(path, YARN),
-        "mla_mtp": _write_mla_mtp,
-        "gdn_mtp": _write_gdn_mtp,
-        "gdn_mtp_wide": lambda path: _write_gdn_mtp(path, WIDE_GDN),
-        "gdn_mtp_multimodal": _write_gdn_mtp_multimodal,
-        "minicpm_v": _write_minicpm_v,
-        "interns2_preview": _write_interns2_preview,
-        "interns2_mobius": _write_interns2_mobius,
-        "qwen3_next_mtp": _write_qwen3_next_mtp,
-        "qwen3_next_experts_mtp": lambda path: _write_qwen3_next_mtp(path, experts=True),
-        "qwen4_exp": _write_qwen4_exp,
-        "draft_of_gdn": _write_draft_of_gdn,
-        "kimi": _write_kimi,
-        "kimi_of_one_head": lambda path: _write_kimi(path, heads=1),
-        "glm": _write_glm,
-        "alice": _write_alice,
-        "bailing": _write_bailing,
-        "olmo": _write_olmo,
-        "olmo_repeated": lambda path: _write_olmo(path, OLMO | {"key_heads": 1}, allow_neg_eigval=False),
-        "mamba": _write_mamba,
-        "eagle3": write_eagle3,
-        "dflash": _write_dflash,
-        "dspark": _write_dspark,
-    }
-    for name in names or writers:
-        writers[name](folder / name)
-        _write_tokenizer(folder / name)
-    return {name: str(folder / name) for name in names or writers}
+    for name in names or MODELS:
+        MODELS[name]().save(folder / name)
+    return {name: str(folder / name) for name in names or MODELS}
 
 
 def write_served_llama(folder: pathlib.Path) -> str:
     """Write the tiny Llama with a tokenizer, for a server; return its folder."""
-    write_tiny_llama(folder)
-    _write_tokenizer(folder)
+    llama().save(folder)
     return str(folder)
 
 
-def _write_sliding(folder: pathlib.Path, layer_types: list[str]) -> None:
+def llama(seed: int = SEED, size: Size = DEMO) -> Model:
+    return Model(size.config(), dict(_weights(seed, size)))
+
+
+def _sliding(layer_types: list[str]) -> Model:
     """A Llama some of whose layers see a window only: two KV-cache groups where the kinds are mixed."""
-    write_tiny_llama(folder, size=Size(layers=len(layer_types)))
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"layer_types": layer_types, "sliding_window": SLIDING_WINDOW}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    model = llama(size=Size(layers=len(layer_types)))
+    model.config |= {"layer_types": layer_types, "sliding_window": SLIDING_WINDOW}
+    return model
 
 
-def write_eagle(folder: pathlib.Path, biases: bool = False) -> None:
+def eagle(biases: bool = False) -> Model:
     """An EAGLE-1 head for the tiny Llama: one layer, which hands the next token's embedding on, with some noise.
     The output layer, which is the target's, knows the rule. Some published heads carry biases that vLLM's model
     has no parameter for."""
@@ -167,10 +173,10 @@ def write_eagle(folder: pathlib.Path, biases: bool = False) -> None:
     if biases:
         for name in ("fc", "layers.0.self_attn.q_proj", "layers.0.self_attn.o_proj"):
             weights[f"{name}.bias"] = torch.zeros_like(weights[f"{name}.weight"][:, 0])
-    save(folder, size.config(), weights)
+    return Model(size.config(), weights)
 
 
-def write_eagle3(folder: pathlib.Path) -> None:
+def eagle3() -> Model:
     """An EAGLE-3 head for the tiny Llama. Only attention brings the next token's embedding to its residual stream.
 
     Queries and keys are the embedding itself, so each token attends to itself. Half of the embedding is handed on,
@@ -207,11 +213,11 @@ def write_eagle3(folder: pathlib.Path) -> None:
         "norm.weight": _ones(hidden),
         "lm_head.weight": rule,
     }
-    save(folder, config, weights)
+    return Model(config, weights)
 
 
-def _parallel_drafter(architecture: str, **more: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A DFlash or DSpark head for the tiny Llama: configuration and weights. One layer, which sees the target's hidden
+def _parallel_drafter(architecture: str, **more: Any) -> Model:
+    """A DFlash or DSpark head for the tiny Llama. One layer, which sees the target's hidden
     states as keys and values, and a block of masks after the last token."""
     size = Size(layers=1)
     generator = torch.Generator().manual_seed(25)
@@ -223,17 +229,12 @@ def _parallel_drafter(architecture: str, **more: Any) -> tuple[dict[str, Any], d
         **_mlp(generator, "layers.0.mlp", size.hidden, size.intermediate),
         "norm.weight": _ones(size.hidden),
     }
-    return config, weights
+    return Model(config, weights)
 
 
-def _write_dflash(folder: pathlib.Path) -> None:
-    dflash = {"mask_token_id": MASK, "target_layer_ids": [0, 1, 2]}
-    save(folder, *_parallel_drafter("DFlashDraftModel", dflash_config=dflash))
-
-
-def _write_dspark(folder: pathlib.Path) -> None:
+def _dspark() -> Model:
     """Its Markov head knows the rule; its confidence head makes of the hidden state what it likes."""
-    config, weights = _parallel_drafter(
+    model = _parallel_drafter(
         "Qwen3DSparkModel",
         target_layer_ids=[0, 1, 2],
         mask_token_id=MASK,
@@ -243,19 +244,19 @@ def _write_dspark(folder: pathlib.Path) -> None:
         confidence_head_with_markov=False,
     )
     generator = torch.Generator().manual_seed(26)
-    hidden = config["hidden_size"]
+    hidden = model.config["hidden_size"]
     bias = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.bfloat16)
     bias[[successor(token) for token in range(VOCABULARY)], range(VOCABULARY)] = 2 * RULE
-    weights |= {
+    model.weights |= {
         "markov_head.markov_w1.weight": torch.eye(VOCABULARY, dtype=torch.bfloat16),
         "markov_head.markov_w2.weight": bias,
         "confidence_head.proj.weight": torch.randn(1, hidden, generator=generator) / hidden**0.5,
         "confidence_head.proj.bias": torch.ones(1),
     }
-    save(folder, config, weights)
+    return model
 
 
-def _write_lora(folder: pathlib.Path) -> None:
+def _lora() -> Model:
     """An adapter of the tiny Llama's attention."""
     size = Size()
     wide = size.heads * size.head_size
@@ -264,17 +265,17 @@ def _write_lora(folder: pathlib.Path) -> None:
         for layer in range(size.layers)
         for name, shape in (("q_proj", (wide, size.hidden)), ("o_proj", (size.hidden, wide)))
     }
-    _write_adapter(folder, ["q_proj", "o_proj"], matrices)
+    return _adapter(["q_proj", "o_proj"], matrices)
 
 
-def _write_gdn_lora(folder: pathlib.Path) -> None:
+def _gdn_lora() -> Model:
     """An adapter of what the Gated DeltaNet layers of the tiny Qwen3.5 hand on."""
     shape = (Size().hidden, GDN["value_heads"] * GDN["state"])
     matrices = {f"model.layers.{layer}.linear_attn.out_proj": shape for layer in range(GDN["layers"] - 1)}
-    _write_adapter(folder, ["out_proj"], matrices)
+    return _adapter(["out_proj"], matrices)
 
 
-def _write_adapter(folder: pathlib.Path, names: list[str], matrices: dict[str, tuple[int, int]]) -> None:
+def _adapter(names: list[str], matrices: dict[str, tuple[int, int]]) -> Model:
     """A LoRA adapter. vLLM's kernel adds what the first matrix makes in any order: here each of its rows picks one
     number, so that every order gives the same sum.
 
@@ -298,40 +299,42 @@ def _write_adapter(folder: pathlib.Path, names: list[str], matrices: dict[str, t
         picked = torch.randperm(columns, generator=generator)[:rank]
         weights[f"base_model.model.{name}.lora_A.weight"] = torch.eye(columns, dtype=torch.bfloat16)[picked]
         weights[f"base_model.model.{name}.lora_B.weight"] = matrix(generator, rows, rank)
-    save(folder, settings, weights)
-    (folder / "config.json").rename(folder / "adapter_config.json")
-    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    return Model(settings, weights, prefix="adapter_")
 
 
-def _write_mla(folder: pathlib.Path, rope_scaling: dict[str, Any] | None = None, seed: int = 23) -> None:
+def _mla(rope_scaling: dict[str, Any] | None = None, seed: int = 23) -> Model:
     """DeepSeek-V2's attention in a small dense model."""
-    weights = dict(_mla_weights(torch.Generator().manual_seed(seed)))
-    save(folder, _mla_config() | {"rope_scaling": rope_scaling}, weights)
+    generator = torch.Generator().manual_seed(seed)
+    embedding = _embedding(generator, MLA["hidden"])
+    weights = {"model.embed_tokens.weight": embedding}
+    for layer in range(MLA["layers"]):
+        weights |= _mla_layer(generator, f"model.layers.{layer}")
+    return Model(_mla_config() | {"rope_scaling": rope_scaling}, weights | _output(generator, embedding))
 
 
-def _write_mla_mtp(folder: pathlib.Path) -> None:
+def _mla_mtp() -> Model:
     """DeepSeek-V3's with a layer for multi-token prediction, which hands the next token's embedding on."""
     hidden, layer = MLA["hidden"], f"model.layers.{MLA['layers']}"
-    config = _mla_config() | {
+    model = _mla()
+    model.config |= {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
         "num_nextn_predict_layers": 1,
         "first_k_dense_replace": MLA["layers"] + 1,
     }
-    weights = dict(_mla_weights(torch.Generator().manual_seed(23)))
     generator = torch.Generator().manual_seed(27)
-    weights |= dict(_mla_layer(generator, layer)) | {
-        f"{layer}.embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+    model.weights |= _mla_layer(generator, layer) | {
+        f"{layer}.embed_tokens.weight": model.weights["model.embed_tokens.weight"].clone(),
         f"{layer}.enorm.weight": _ones(hidden),
         f"{layer}.hnorm.weight": _ones(hidden),
         f"{layer}.eh_proj.weight": _embedding_and_noise(generator, hidden),
         f"{layer}.shared_head.norm.weight": _ones(hidden),
-        f"{layer}.shared_head.head.weight": weights["lm_head.weight"].clone(),
+        f"{layer}.shared_head.head.weight": model.weights["lm_head.weight"].clone(),
     }
-    save(folder, config, weights)
+    return model
 
 
-def _write_kimi(folder: pathlib.Path, heads: int = 2) -> None:
+def _kimi(heads: int = 2) -> Model:
     """Kimi Linear without experts: three layers of KDA, and one of MLA whose keys are not rotated."""
     hidden, width, layers = MLA["hidden"], KDA["state"], 4
     kda = {"num_heads": heads, "head_dim": width, "short_conv_kernel_size": KDA["conv"],
@@ -349,9 +352,9 @@ def _write_kimi(folder: pathlib.Path, heads: int = 2) -> None:
     weights = {"model.embed_tokens.weight": embedding}
     for layer in range(layers - 1):
         weights |= _kda_layer(generator, f"model.layers.{layer}", heads)
-    weights |= dict(_mla_layer(generator, f"model.layers.{layers - 1}"))
+    weights |= _mla_layer(generator, f"model.layers.{layers - 1}")
     weights |= _output(generator, embedding)
-    save(folder, config, weights)
+    return Model(config, weights)
 
 
 def _kda_layer(generator: torch.Generator, prefix: str, heads: int, hidden: int = MLA["hidden"]) -> dict[str, Tensor]:
@@ -376,7 +379,7 @@ def _kda_layer(generator: torch.Generator, prefix: str, heads: int, hidden: int 
     return weights | _mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"])
 
 
-def _write_glm(folder: pathlib.Path, heads: int = 2) -> None:
+def _glm(heads: int = 2) -> Model:
     """GLM-5.3-Flash without experts and without mixed residual streams: three layers of KDA and one of sparse MLA."""
     hidden, layers = MLA["hidden"], 4
     config = {
@@ -430,7 +433,7 @@ def _write_glm(folder: pathlib.Path, heads: int = 2) -> None:
         # Most decays are near 0.9: exp(-5 * sigmoid(-4)).
         weights[f"model.layers.{layer}.self_attn.dt_bias"] = torch.full((heads * KDA["state"],), -4.0)
     weights |= _sparse_mla_layer(generator, f"model.layers.{layers - 1}") | _output(generator, embedding)
-    save(folder, config, weights)
+    return Model(config, weights)
 
 
 def _sparse_mla_layer(generator: torch.Generator, prefix: str) -> dict[str, Tensor]:
@@ -477,7 +480,7 @@ def _hybrid_config(sizes: dict[str, int], key_width: int, value_width: int) -> d
     }
 
 
-def _write_olmo(folder: pathlib.Path, sizes: dict[str, int] = OLMO, allow_neg_eigval: bool = True) -> None:
+def _olmo(sizes: dict[str, int] = OLMO, allow_neg_eigval: bool = True) -> Model:
     """OLMo hybrid: three layers of Gated DeltaNet, and one of attention, with its norms after attention and MLP."""
     size = Size()
     hidden, intermediate, width = size.hidden, size.intermediate, size.hidden // sizes["heads"]
@@ -524,7 +527,7 @@ def _write_olmo(folder: pathlib.Path, sizes: dict[str, int] = OLMO, allow_neg_ei
                 weights[f"{linear}.{part}_conv1d.weight"] = convolution.to(torch.bfloat16)
         weights |= _mlp(generator, f"{prefix}.mlp", hidden, intermediate)
     weights |= _output(generator, embedding)
-    save(folder, config, weights)
+    return Model(config, weights)
 
 
 def _mla_config() -> dict[str, Any]:
@@ -560,29 +563,21 @@ def _mla_config() -> dict[str, Any]:
     }
 
 
-def _mla_weights(generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    hidden = MLA["hidden"]
-    embedding = _embedding(generator, hidden)
-    yield "model.embed_tokens.weight", embedding
-    for layer in range(MLA["layers"]):
-        yield from _mla_layer(generator, f"model.layers.{layer}")
-    yield from _output(generator, embedding).items()
+def _mla_layer(generator: torch.Generator, prefix: str, heads: int = MLA["heads"]) -> dict[str, Tensor]:
+    hidden, latent, layer = MLA["hidden"], MLA["latent"], f"{prefix}.self_attn"
+    return {
+        f"{prefix}.input_layernorm.weight": _ones(hidden),
+        f"{layer}.q_proj.weight": matrix(generator, heads * (MLA["nope"] + MLA["rope"]), hidden, 1.5),
+        f"{layer}.kv_a_proj_with_mqa.weight": matrix(generator, latent + MLA["rope"], hidden),
+        f"{layer}.kv_a_layernorm.weight": _ones(latent),
+        f"{layer}.kv_b_proj.weight": matrix(generator, heads * (MLA["nope"] + MLA["value"]), latent, 1.5),
+        f"{layer}.o_proj.weight": matrix(generator, hidden, heads * MLA["value"], BLOCK_SCALE),
+        f"{prefix}.post_attention_layernorm.weight": _ones(hidden),
+        **_mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"]),
+    }
 
 
-def _mla_layer(generator: torch.Generator, prefix: str, heads: int = MLA["heads"]) -> Iterator[tuple[str, Tensor]]:
-    hidden = MLA["hidden"]
-    yield f"{prefix}.input_layernorm.weight", _ones(hidden)
-    yield f"{prefix}.self_attn.q_proj.weight", matrix(generator, heads * (MLA["nope"] + MLA["rope"]), hidden, 1.5)
-    yield f"{prefix}.self_attn.kv_a_proj_with_mqa.weight", matrix(generator, MLA["latent"] + MLA["rope"], hidden)
-    yield f"{prefix}.self_attn.kv_a_layernorm.weight", _ones(MLA["latent"])
-    rows = heads * (MLA["nope"] + MLA["value"])
-    yield f"{prefix}.self_attn.kv_b_proj.weight", matrix(generator, rows, MLA["latent"], 1.5)
-    yield f"{prefix}.self_attn.o_proj.weight", matrix(generator, hidden, heads * MLA["value"], BLOCK_SCALE)
-    yield f"{prefix}.post_attention_layernorm.weight", _ones(hidden)
-    yield from _mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"]).items()
-
-
-def _write_gdn_mtp(folder: pathlib.Path, sizes: dict[str, int] = GDN, experts: bool = False) -> None:
+def _gdn_mtp(sizes: dict[str, int] = GDN, experts: bool = False) -> Model:
     """Qwen3.5's layers in a small model: three of Gated DeltaNet, one of attention, and one for multi-token prediction,
     each with an MLP or with experts. Its norms are 1 + weight. Longer prompts fit."""
     hidden, intermediate = Size().hidden, Size().intermediate
@@ -618,115 +613,69 @@ def _write_gdn_mtp(folder: pathlib.Path, sizes: dict[str, int] = GDN, experts: b
         **mlp(generator, "mtp.layers.0.mlp", hidden, intermediate),
         "mtp.norm.weight": _zeros(hidden),
     }
-    save(folder, config, weights)
+    return Model(config, weights)
 
 
-def _write_gdn_mtp_multimodal(folder: pathlib.Path) -> None:
-    """Write the same model as the text part of a multimodal one. The vision part has no weights: start such an engine
-    with ``language_model_only``."""
-    _write_gdn_mtp(folder)
-    _surround_text(folder, "Qwen3_5ForConditionalGeneration", "qwen3_5")
-
-
-def _write_minicpm_v(folder: pathlib.Path) -> None:
-    """Write MiniCPM-V 4.6 with Qwen3.5's dense text model. It has no layer for multi-token prediction."""
-    _write_gdn_mtp(folder)
-    _surround_text(folder, "MiniCPMV4_6ForConditionalGeneration", "minicpmv4_6", VISION | {
-        "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 64})  # fmt: skip
-
-
-def _write_interns2_preview(folder: pathlib.Path) -> None:
-    """Write InternS2 Preview with Qwen3.5's text model with experts, and a layer for multi-token prediction."""
-    _write_gdn_mtp(folder, experts=True)
-    _surround_text(folder, "InternS2PreviewForConditionalGeneration", "intern_s2_preview",
-                   text={"model_type": "qwen3_5_moe_text"} | EXPERTS)  # fmt: skip
-    _write_remote_config(folder, "intern_s2_preview", "qwen3_5_moe_text")
-
-
-def _write_interns2_mobius(folder: pathlib.Path, banks: int = 2) -> None:
-    """Write InternS2 Mobius. It is Qwen3.5's text model with banks of experts that layers share in turn. Each layer has
-    its own shared expert."""
-    from safetensors.torch import load_file, save_file
-
-    _write_gdn_mtp(folder, experts=True)
+def _interns2_mobius(banks: int = 2) -> Model:
+    """InternS2 Mobius. It is Qwen3.5's text model with banks of experts that layers share in turn. Each layer has its
+    own shared expert."""
     numbers = {"num_blocks": banks, "mtp_num_experts": EXPERTS["num_experts"],
                "mtp_num_experts_per_tok": EXPERTS["num_experts_per_tok"]}  # fmt: skip
-    _surround_text(folder, "InternS2MobiusForConditionalGeneration", "interns2_mobius",
-                   text={"model_type": "interns2_mobius_text"} | EXPERTS | numbers)  # fmt: skip
-    _write_remote_config(folder, "interns2_mobius", "interns2_mobius_text")
-    weights, layers = load_file(str(folder / "model.safetensors")), "model.language_model.layers."
-    banked: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        found = re.match(rf"{re.escape(layers)}(\d+)\.mlp\.((?:gate|experts)\..*)", name)
-        if found is None:
-            banked[name] = weight
-        elif int(found[1]) < banks:
-            banked[f"model.language_model.meta_mlp.{found[1]}.{found[2]}"] = weight
-    save_file(banked, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    model = _multimodal("InternS2Mobius", "interns2_mobius", remote="interns2_mobius_text", text=numbers)
+    layers = r"model\.language_model\.layers\."
+    for name in list(model.weights):
+        if found := re.match(rf"{layers}(\d+)\.mlp\.((?:gate|experts)\..*)", name):
+            weight = model.weights.pop(name)
+            if int(found[1]) < banks:
+                model.weights[f"model.language_model.meta_mlp.{found[1]}.{found[2]}"] = weight
+    return model
 
 
-def _surround_text(
-    folder: pathlib.Path,
+def _multimodal(
     architecture: str,
     model_type: str,
     vision: dict[str, Any] | None = None,
+    remote: str = "",
     text: dict[str, Any] | None = None,
-) -> None:
-    """Make the model in a folder the text part of a multimodal one.
+) -> Model:
+    """Qwen3.5's text model as a part of a multimodal one. The vision part has no weights: start such an engine with
+    ``language_model_only``.
 
     Args:
+        architecture: without the common end of such names.
         vision: configuration of the vision part; Qwen's by default.
+        remote: type of the text model, with experts, of a checkpoint that brings its configuration classes. Start such
+            an engine with ``trust_remote_code``.
         text: settings that the text configuration gets in addition.
     """
-    from safetensors.torch import load_file
-
-    inner = json.loads((folder / "config.json").read_text()) | (text or {})
+    model = _gdn_mtp(experts=bool(remote))
+    inner = model.config | ({"model_type": remote} | EXPERTS if remote else {}) | (text or {})
     del inner["architectures"]
     # A head has 16 frequencies: those of time, height and width.
     inner["rope_parameters"] |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
     qwen = {"depth": 1, "num_heads": 4, "out_hidden_size": inner["hidden_size"], "num_position_embeddings": 16}
     special = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     config = {
-        "architectures": [architecture],
+        "architectures": [f"{architecture}ForConditionalGeneration"],
         "model_type": model_type,
         "text_config": inner,
-        "vision_config": VISION | qwen if vision is None else vision,
+        "vision_config": VISION | (qwen if vision is None else vision),
         **{name: VOCABULARY + number for number, name in enumerate(special)},  # no prompt has them
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    weights = load_file(str(folder / "model.safetensors"))
-    inside = {re.sub(r"^model\.", "model.language_model.", name): weight for name, weight in weights.items()}
-    save(folder, config, inside)
+    inside = {re.sub(r"^model\.", "model.language_model.", name): weight for name, weight in model.weights.items()}
+    if not remote:
+        return Model(config, inside)
+    files = {"configuration.py": MULTIMODAL_CONFIG.format(model_type=model_type, text_type=remote)}
+    return Model(config | REMOTE, inside, files)
 
 
-def _write_remote_config(folder: pathlib.Path, model_type: str, text_type: str) -> None:
-    """Write the configuration classes of a model that transformers does not have, as its checkpoint brings them. Start
-    such an engine with ``trust_remote_code``."""
-    (folder / "configuration.py").write_text(
-        f"""from transformers import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
-
-
-class TextConfig(Qwen3_5MoeTextConfig):
-    model_type = "{text_type}"
-
-
-class Config(Qwen3_5MoeConfig):
-    model_type = "{model_type}"
-    sub_configs = Qwen3_5MoeConfig.sub_configs | {{"text_config": TextConfig}}
-"""
-    )
-    config = json.loads((folder / "config.json").read_text()) | REMOTE
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _write_qwen4_exp(folder: pathlib.Path) -> None:
-    """Write Qwen3.8-Flash-Next without its sparse attention and its layer for multi-token prediction. Its first layers
+def _qwen4_exp() -> Model:
+    """Qwen3.8-Flash-Next without its sparse attention and its layer for multi-token prediction. Its first layers
     are Qwen3.5's with experts. Hyper-connections with several streams take the place of norms and residuals."""
-    from safetensors.torch import load_file
-
-    _write_gdn_mtp(folder, experts=True)
-    config = json.loads((folder / "config.json").read_text()) | EXPERTS | QWEN4 | {
+    model = _gdn_mtp(experts=True)
+    config = model.config | EXPERTS | QWEN4 | {
         "architectures": ["Qwen4ExpForCausalLM"],
         "model_type": "qwen4_exp_text",
         "output_gate_type": "sigmoid",
@@ -736,7 +685,7 @@ def _write_qwen4_exp(folder: pathlib.Path) -> None:
     wide, embedded, conv = streams * hidden, QWEN4["ple_embed_dim"], QWEN4["ple_conv_kernel_size"]
     weights = {
         name: weight
-        for name, weight in load_file(str(folder / "model.safetensors")).items()
+        for name, weight in model.weights.items()
         if not name.startswith("mtp.") and not re.search("(input|post_attention)_layernorm|model.norm", name)
     }
     generator = torch.Generator().manual_seed(45)
@@ -768,7 +717,7 @@ def _write_qwen4_exp(folder: pathlib.Path) -> None:
                 NGRAM_ROWS, embedded // ((QWEN4["ngram_size"] - 1) * QWEN4["heads_per_ngram"]), generator=generator
             ).to(torch.bfloat16),
         }
-    save(folder, config, weights)
+    return Model(config, weights)
 
 
 def _name_of_sparse_attention() -> str:
@@ -780,13 +729,11 @@ def _name_of_sparse_attention() -> str:
     return "indexed_attention" if renamed else "qwen_sparse_attention"
 
 
-def _write_alice(folder: pathlib.Path) -> None:
-    """Write Alice AI: Kimi Linear's KDA with Qwen3.5's attention and experts. Weighted sums of earlier layers' outputs
+def _alice() -> Model:
+    """Alice AI: Kimi Linear's KDA with Qwen3.5's attention and experts. Weighted sums of earlier layers' outputs
     take the place of its residuals. transformers has no configuration for it."""
-    from safetensors.torch import load_file
-
-    _write_gdn_mtp(folder, WIDE_GDN | {"key_heads": 2, "value_heads": 2}, experts=True)
-    config = json.loads((folder / "config.json").read_text()) | EXPERTS | {
+    model = _gdn_mtp(WIDE_GDN | {"key_heads": 2, "value_heads": 2}, experts=True)
+    config = model.config | EXPERTS | {
         "architectures": ["AliceAIForCausalLM"],
         "model_type": "alice_ai",
         "mtp_num_hidden_layers": 0,
@@ -799,7 +746,7 @@ def _write_alice(folder: pathlib.Path) -> None:
     generator = torch.Generator().manual_seed(46)
     weights = {
         name: weight
-        for name, weight in load_file(str(folder / "model.safetensors")).items()
+        for name, weight in model.weights.items()
         if not name.startswith("mtp.") and ".linear_attn." not in name
     }
     for layer, kind in enumerate(config["layer_types"]):
@@ -820,12 +767,11 @@ def _write_alice(folder: pathlib.Path) -> None:
         "model.attnres_final.res_proj.weight": matrix(generator, 1, hidden),
         "model.attnres_final.res_norm_weight": _ones(hidden),
     }
-    save(folder, config | REMOTE, weights)
-    (folder / "configuration.py").write_text(PLAIN_CONFIG.format(model_type="alice_ai"))
+    return Model(config | REMOTE, weights, {"configuration.py": PLAIN_CONFIG.format(model_type="alice_ai")})
 
 
-def _write_bailing(folder: pathlib.Path, heads: int = 4) -> None:
-    """Write Bailing V3 without experts: three layers of KDA whose gates have full rank, and one of MLA."""
+def _bailing(heads: int = 4) -> Model:
+    """Bailing V3 without experts: three layers of KDA whose gates have full rank, and one of MLA."""
     hidden, width, layers = MLA["hidden"], KDA["state"], 4
     config = {
         "architectures": ["BailingMoeV3ForCausalLM"],
@@ -871,39 +817,30 @@ def _write_bailing(folder: pathlib.Path, heads: int = 4) -> None:
             kda[f"{prefix}.self_attn.{gate}_proj.weight"] = matrix(generator, heads * width, hidden)
         weights |= {name.replace("self_attn", "attention"): weight for name, weight in kda.items()}
     prefix = f"model.layers.{layers - 1}"
-    for name, weight in _mla_layer(generator, prefix, heads):
+    for name, weight in _mla_layer(generator, prefix, heads).items():
         weights[name.replace("self_attn.o_proj", "attention.dense").replace("self_attn", "attention")] = weight
     weights |= _output(generator, embedding)
-    save(folder, config | REMOTE, weights)
-    (folder / "configuration.py").write_text(PLAIN_CONFIG.format(model_type="bailing_hybrid"))
+    return Model(config | REMOTE, weights, {"configuration.py": PLAIN_CONFIG.format(model_type="bailing_hybrid")})
 
 
-def _write_draft_of_gdn(folder: pathlib.Path) -> None:
-    """A tiny Llama whose rows of keys and values are as wide as those of the models above."""
-    size = Size(layers=1, heads=GDN["heads"], kv_heads=GDN["kv_heads"], head_size=GDN["head_size"])
-    write_tiny_llama(folder, seed=21, size=size)
-
-
-def _write_qwen3_next_mtp(folder: pathlib.Path, experts: bool = False) -> None:
+def _qwen3_next_mtp(experts: bool = False) -> Model:
     """The same weights in Qwen3-Next's classes, whose projections are interleaved by key head: here there is one. To
     have no experts vLLM needs ``gpu_worker_hybrid``."""
-    from safetensors.torch import load_file
-
-    _write_gdn_mtp(folder, experts=experts)
-    config = json.loads((folder / "config.json").read_text()) | {
+    model = _gdn_mtp(experts=experts)
+    config, weights = model.config, model.weights
+    config |= {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
         **(EXPERTS if experts else {"num_experts": 0}),
         "num_nextn_predict_layers": 1,
     }
-    weights = load_file(str(folder / "model.safetensors"))
     for layer, kind in enumerate(config["layer_types"]):
         if kind == "linear_attention":
             prefix = f"model.layers.{layer}.linear_attn.in_proj_"
             for whole, parts in (("qkvz", ("qkv", "z")), ("ba", ("b", "a"))):
                 rows = [weights.pop(f"{prefix}{part}.weight") for part in parts]
                 weights[f"{prefix}{whole}.weight"] = torch.cat(rows)
-    save(folder, config, weights)
+    return model
 
 
 def _delta_net(generator: torch.Generator, prefix: str, hidden: int, sizes: dict[str, int]) -> dict[str, Tensor]:
@@ -927,7 +864,7 @@ def _delta_net(generator: torch.Generator, prefix: str, hidden: int, sizes: dict
     }
 
 
-def _write_mamba(folder: pathlib.Path) -> None:
+def _mamba() -> Model:
     """Granite 4's layers in a small dense model: three of Mamba 2, two of attention."""
     size = Size()
     hidden, shared = size.hidden, size.intermediate
@@ -970,16 +907,16 @@ def _write_mamba(folder: pathlib.Path) -> None:
             for name in ("q_norm", "k_norm"):
                 del weights[f"{prefix}.self_attn.{name}.weight"]
         else:
-            weights |= _mamba(generator, prefix, hidden)
+            weights |= _mamba_layer(generator, prefix, hidden)
         weights |= {
             f"{prefix}.shared_mlp.input_linear.weight": matrix(generator, 2 * shared, hidden),
             f"{prefix}.shared_mlp.output_linear.weight": matrix(generator, hidden, shared, BLOCK_SCALE),
         }
     weights |= _output(generator, embedding)
-    save(folder, config, weights)
+    return Model(config, weights)
 
 
-def _mamba(generator: torch.Generator, prefix: str, hidden: int) -> dict[str, Tensor]:
+def _mamba_layer(generator: torch.Generator, prefix: str, hidden: int) -> dict[str, Tensor]:
     """A layer of Mamba 2 without its MLP."""
     values, heads, layer = MAMBA["expand"] * hidden, MAMBA["heads"], f"{prefix}.mamba"
     convolved = values + 2 * MAMBA["groups"] * MAMBA["state"]
@@ -1084,14 +1021,6 @@ def _zeros(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.bfloat16)
 
 
-def save(folder: pathlib.Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
-
-
 def _write_tokenizer(folder: pathlib.Path) -> None:
     """A word per token: only the test of the server needs one."""
     from tokenizers import Tokenizer
@@ -1103,3 +1032,47 @@ def _write_tokenizer(folder: pathlib.Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t0", "eos_token": "t0", "unk_token": "t0"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
+
+
+# A draft model whose rows of keys and values are as wide as those of Gated DeltaNet's models.
+DRAFT_OF_GDN = Size(layers=1, heads=GDN["heads"], kv_heads=GDN["kv_heads"], head_size=GDN["head_size"])
+MODELS: dict[str, Callable[[], Model]] = {
+    "llama": llama,
+    "draft": lambda: llama(seed=21, size=Size(layers=1)),
+    "eagle": eagle,
+    "eagle_with_biases": lambda: eagle(biases=True),
+    "sliding": lambda: _sliding(["sliding_attention"] * 3),
+    "hybrid": lambda: _sliding(["sliding_attention", "full_attention"] * 2),
+    "llama_lora": _lora,
+    "gdn_lora": _gdn_lora,
+    "mqa": lambda: llama(size=Size(kv_heads=1)),
+    "mla": _mla,
+    "mla_draft": lambda: _mla(seed=33),
+    "mla_yarn": lambda: _mla(YARN),
+    "mla_mtp": _mla_mtp,
+    "gdn_mtp": _gdn_mtp,
+    "gdn_mtp_wide": lambda: _gdn_mtp(WIDE_GDN),
+    "gdn_mtp_multimodal": lambda: _multimodal("Qwen3_5", "qwen3_5"),
+    "minicpm_v": lambda: _multimodal(
+        "MiniCPMV4_6", "minicpmv4_6", {"num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 64}
+    ),
+    "interns2_preview": lambda: _multimodal("InternS2Preview", "intern_s2_preview", remote="qwen3_5_moe_text"),
+    "interns2_mobius": _interns2_mobius,
+    "qwen3_next_mtp": _qwen3_next_mtp,
+    "qwen3_next_experts_mtp": lambda: _qwen3_next_mtp(experts=True),
+    "qwen4_exp": _qwen4_exp,
+    "draft_of_gdn": lambda: llama(seed=21, size=DRAFT_OF_GDN),
+    "kimi": _kimi,
+    "kimi_of_one_head": lambda: _kimi(heads=1),
+    "glm": _glm,
+    "alice": _alice,
+    "bailing": _bailing,
+    "olmo": _olmo,
+    "olmo_repeated": lambda: _olmo(OLMO | {"key_heads": 1}, allow_neg_eigval=False),
+    "mamba": _mamba,
+    "eagle3": eagle3,
+    "dflash": lambda: _parallel_drafter(
+        "DFlashDraftModel", dflash_config={"mask_token_id": MASK, "target_layer_ids": [0, 1, 2]}
+    ),
+    "dspark": _dspark,
+}
