@@ -90,7 +90,11 @@ def make_config(probabilistic: bool, schedule: list[list[int]] | None = None) ->
     draft = SimpleNamespace(get_hidden_size=lambda: 1, get_vocab_size=lambda: VOCABULARY)
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            dtype=torch.float32, head_dtype=torch.float32, use_fp64_gumbel=False, max_model_len=LONGEST
+            dtype=torch.float32,
+            head_dtype=torch.float32,
+            use_fp64_gumbel=False,
+            max_model_len=LONGEST,
+            get_vocab_size=lambda: VOCABULARY,
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=ROWS, max_num_batched_tokens=MAX_TOKENS),
         parallel_config=SimpleNamespace(
@@ -153,6 +157,7 @@ class Batch:
             for length in self.lengths
         ]
         self.rejected = [rng.randint(0, min(K, length - 1)) for length in self.lengths]
+        self.logits = [min(length, K + 1) for length in self.lengths]
         self.ids = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in self.lengths]
         self.last_sampled = torch.tensor([[rng.randrange(VOCABULARY)] for _ in range(ROWS)])
         self.uniform = uniform
@@ -174,11 +179,12 @@ class Batch:
         side.tables.gather(idx_mapping)
         batch = self._input_batch(side.target, idx_mapping)
         rejected = torch.tensor(self.rejected, dtype=torch.int32)
+        num_sampled = torch.tensor(self.logits, dtype=torch.int32) - rejected
         last_sampled = self.last_sampled
         if hasattr(side.speculator, "last_sampled"):  # the runner's buffer, at its address
             last_sampled = side.speculator.last_sampled.view(-1, 1).copy_(last_sampled)
         drafts = side.speculator.propose(
-            batch, {}, {}, torch.empty(0), None, torch.ones_like(rejected), rejected, last_sampled, torch.empty(0),
+            batch, {}, {}, torch.empty(0), None, num_sampled, rejected, last_sampled, torch.empty(0),
             self.temperature, self.seeds, dp_sync_state=dp_sync_state,
             num_speculative_tokens=self.drafts,
         )  # fmt: skip
@@ -205,6 +211,8 @@ class Batch:
             idx_mapping=idx_mapping,
             query_start_loc=target.query_start_loc[: self.rows + 1],
             query_start_loc_np=starts,
+            cu_num_logits=torch.tensor([0, *self.logits], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            has_prefill=not self.uniform,
             seq_lens=target.seq_lens[: self.rows],
             seq_lens_cpu_upper_bound=torch.full((self.rows,), LONGEST, dtype=torch.int32),
             input_ids=target.input_ids[:tokens],

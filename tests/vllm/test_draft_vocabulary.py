@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import interpreted
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
@@ -111,6 +112,11 @@ def test_drafts_are_best_tokens_of_set(is_greedy: bool) -> None:
     cache = None if is_greedy else torch.zeros(1)
     assert _sample(speculator, hidden, cache).tolist() == masked.argmax(-1).tolist()
     torch.testing.assert_close(speculator.compute_draft_logits(hidden, 0), masked)
+
+
+def test_speculators_of_vllm_draft_from_set() -> None:
+    expected = [f"{kind} {loop} equal" for kind in ("greedy", "probabilistic") for loop in ("eager", "graphed")]
+    assert interpreted("draft_vocabulary_speculators.py").splitlines() == expected
 
 
 def test_dummy_runs_change_nothing() -> None:

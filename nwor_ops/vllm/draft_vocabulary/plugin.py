@@ -325,13 +325,14 @@ class SpeculatorVocabulary:
         draft_step: Tensor,
         draft_logits: Tensor | None,
         spec_step_idx: int = 0,
-        num_steps: int = 1,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """Return the best token of the set. Drafts that are not greedy need the logits of the whole vocabulary."""
         if draft_logits is not None or self._speculator.acceptance_estimator is not None:
             return original(
                 hidden_states, sample_src_positions, idx_mapping, temperature, seeds, draft_step, draft_logits,
-                spec_step_idx, num_steps,
+                spec_step_idx, *args, **kwargs,
             )  # fmt: skip
         logits = self._row_logits(hidden_states, spec_step_idx)
         tokens = self.first.token_ids.new_empty(logits.shape[0])
