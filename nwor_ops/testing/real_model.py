@@ -11,6 +11,24 @@ import pathlib
 import re
 from collections.abc import Collection
 
+PROMPTS = {
+    "English": [
+        "Explain why the sky is blue.", "Write a short story about a lighthouse keeper.",
+        "What are the benefits of regular exercise?", "Describe how bread is made.",
+        "Summarize the causes of the French Revolution.", "Give advice to someone who moves to a new city.",
+    ],
+    "code": [
+        "Write a Python function that returns the n-th Fibonacci number.", "Write a binary search in C.",
+        "Write a SQL query that counts orders by customer.", "Write a Python class for a stack.",
+        "Write a bash script that renames all .txt files to .md.", "Write HTML for a form with two fields.",
+    ],
+    "French": [
+        "Réponds en français : décris la ville de Paris.", "Réponds en français : qu'est-ce que la neige ?",
+        "Écris en français une lettre à un ami.", "Explique en français comment faire du pain.",
+        "Raconte en français une histoire courte.", "Réponds en français : pourquoi le ciel est-il bleu ?",
+    ],
+}  # fmt: skip
+
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
