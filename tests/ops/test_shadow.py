@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import bad_input
 import oracle_checks
@@ -144,6 +145,29 @@ def test_shadow_block_outside_the_cache(device, block):
     )
     if ours is not None:
         assert all(layouts.same_memory(ours[place], call[place]) for place in (0, 7, 8))
+
+
+@pytest.mark.debug_mode
+def test_fewer_shadow_pages_than_drafts_need(device):
+    """The drafts of some request begin in one page and end in the next."""
+
+    def crosses(**values):
+        if len(values["slot_mappings"]) > 1 or values["page_offsets"] is not None:
+            return False
+        size = values["caches"][0].shape[1]
+        pages = (values["row_slots"][0] // size).where(values["row_slots"][0] >= 0, -1)
+        starts = values["draft_start_loc"].tolist()
+        states = values["idx_mapping"]
+        return any(
+            first < last and 0 <= pages[first] < pages[last - 1] and (states is None or states[request] >= 0)
+            for request, (first, last) in enumerate(itertools.pairwise(starts))
+        )
+
+    call = bad_input.call_with("open_window", "shadow_blocks", where=crosses)
+    blocks = named("open_window", call)["shadow_blocks"][..., :1].clone()
+    sentence = r"shadow_blocks must have a page for each page .*, got 1 pages where request \d+ needs 2"
+    call = with_arguments("open_window", call, shadow_blocks=blocks, held_slots=None)
+    bad_input.check_bad_data("open_window", call, ValueError, sentence, device)
 
 
 @pytest.mark.debug_mode
