@@ -40,15 +40,15 @@ def test_greedy_tokens_equal_vanillas(engines: Engines, nwor: dict[str, Any]) ->
         assert fused == (ours["layers"][name]["isa"] != "amx"), "our writer writes whatever strides can express"
 
 
-@MODES
 @pytest.mark.long
-def test_compiled(engines: Engines, nwor: dict[str, Any]) -> None:
+def test_compiled(engines: Engines) -> None:
     """In vLLM's piecewise-compiled model, the write is an opaque op between compiled pieces.
 
-    Two layers have a first, a middle and a last piece. Each further layer costs a compilation.
+    Two layers have a first, a middle and a last piece. Each further layer costs a compilation. The server of
+    test_serve_readme.py is compiled in mode cow.
     """
     model = model_folder(num_hidden_layers=2)
-    vanilla, ours = engines.pair(prompts(8), nwor, model=model, enforce_eager=False)
+    vanilla, ours = engines.pair(prompts(8), STAGE, model=model, enforce_eager=False)
     assert ours["tokens"] == vanilla["tokens"]
     check_transaction(ours)
     check_vllm_counts(ours)

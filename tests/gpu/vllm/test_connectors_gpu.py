@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 from gpu_cases import CONNECTOR_CASES, EXPORT_CASES, Case
-from gpu_engine_checks import assert_same_tokens, check_case, finished, note, session_of
+from gpu_engine_checks import assert_same_tokens, check_case, run_case, session_of
 
 
 def _run(case: Case, engines: Any, record: dict[str, Any]) -> dict[str, Any]:
-    vanilla, ours = engines.start_case(case)
-    result = ours.result()
-    note(record, case, result)
-    finished(result)
+    result, vanilla = run_case(case, engines, record)
     assert result["workers"][0]["runner"] == case.runner
-    if vanilla is not None:
-        assert_same_tokens(result, finished(vanilla.result()))
+    assert_same_tokens(result, vanilla)
     return result
 
 

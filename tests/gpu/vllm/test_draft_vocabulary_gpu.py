@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu_cases import VOCABULARY_CASES, VOCABULARY_REFUSALS, Case, Refusal
-from gpu_engine_checks import assert_same_tokens, finished, note, refused
+from gpu_cases import VOCABULARY_CASES, Case
+from gpu_engine_checks import assert_same_tokens, run_case
 
 from nwor_ops.testing.tiny_llama import VOCABULARY
 
@@ -21,9 +21,7 @@ def _vocabulary(result: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", VOCABULARY_CASES, ids=lambda case: case.name)
 def test_draft_vocabulary(case: Case, engines: Any, record: dict[str, Any]) -> None:
-    vanilla, ours = engines.start_case(case)
-    result = finished(ours.result())
-    note(record, case, result)
+    result, vanilla = run_case(case, engines, record)
     report = _vocabulary(result)
     metrics, (sampled, missed) = result["metrics"], report["counters"]
     record["sampled"], record["missed"] = sampled, missed
@@ -36,12 +34,6 @@ def test_draft_vocabulary(case: Case, engines: Any, record: dict[str, Any]) -> N
         if name.startswith("metric:"):
             assert metrics[name.removeprefix("metric:")] >= least
     if vanilla is not None:
-        other = finished(vanilla.result())
-        assert_same_tokens(result, other, case.may_differ)
+        assert_same_tokens(result, vanilla, case.may_differ)
         if case.nwor["draft_vocabulary"] >= VOCABULARY:  # the same drafts
-            assert accepted == pytest.approx(other["metrics"]["spec_decode_num_accepted_tokens"], rel=0.05)
-
-
-@pytest.mark.parametrize("refusal", VOCABULARY_REFUSALS, ids=lambda refusal: refusal.name)
-def test_refused_at_start_up(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
-    assert refusal.because in refused(refusal, engines, record)
+            assert accepted == pytest.approx(vanilla["metrics"]["spec_decode_num_accepted_tokens"], rel=0.05)

@@ -19,16 +19,14 @@ from gpu_cases import (
     Case,
     DraftCase,
 )
-from gpu_engine_checks import assert_same_tokens, finished, note, planted_in, session_of
+from gpu_engine_checks import assert_same_tokens, planted_in, run_case, session_of
 
 
 @pytest.mark.parametrize("case", ERROR_CASES, ids=lambda case: case.name)
 def test_an_engine_goes_on_after_an_error(case: DraftCase, engines: Any, record: dict[str, Any]) -> None:
     """Some graphs fail after they ran, some windows cannot begin, and some commits fail."""
-    vanilla, ours = engines.start_case(case)
-    result = finished(ours.result())
-    note(record, case, result)
-    assert_same_tokens(result, finished(vanilla.result()), case.may_differ)
+    result, vanilla = run_case(case, engines, record)
+    assert_same_tokens(result, vanilla, case.may_differ)
     [worker] = result["workers"]
     planted = planted_in(worker)
     of_windows = {"begin failed", "commit failed"} if case.nwor["mode"] != "off" else set()
@@ -51,10 +49,8 @@ def test_a_request_with_invalid_counts_stops_the_engine(engines: Any) -> None:
 @pytest.mark.parametrize("case", LOAD_ERROR_CASES, ids=lambda case: case.name)
 def test_an_engine_with_a_connector_goes_on_after_an_error(case: Case, engines: Any, record: dict[str, Any]) -> None:
     """Steps with exports and loads fail. The second round loads what the first one stored."""
-    vanilla, ours = engines.start_case(case)
-    result = finished(ours.result())
-    note(record, case, result)
-    assert_same_tokens(result, finished(vanilla.result()), case.may_differ)
+    result, vanilla = run_case(case, engines, record)
+    assert_same_tokens(result, vanilla, case.may_differ)
     assert result["metrics"]["external_prefix_cache_hits"] > 0
     planted = planted_in(result["workers"][0])
     of_loads = {"load failed"} if case.nwor["mode"] == "stage" else set()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
-from gpu_cases import DRAFT_CASES, DRAFT_REFUSALS, DRAFT_WARNED, ENGINE, DraftCase, Refusal
-from gpu_engine_checks import assert_same_tokens, check_audit, finished, note, refused, session_of
+from gpu_cases import DRAFT_CASES, ENGINE, DraftCase
+from gpu_engine_checks import assert_same_tokens, check_audit, run_case, session_of
 
 # If a padded matrix product uses another kernel, one of two close logits may win that did not win before.
 DIFFERENT_DRAFTS, DIFFERENT_ACCEPTANCE = 0.03, 0.05
@@ -91,12 +90,8 @@ def _check_graphs_ran(case: DraftCase, result: dict[str, Any], report: dict[str,
 
 @pytest.mark.parametrize("case", DRAFT_CASES, ids=lambda case: case.name)
 def test_same_drafts_and_output(case: DraftCase, engines: Any, record: dict[str, Any]) -> None:
-    vanilla, ours = engines.start_case(case)
-    result = ours.result()
-    note(record, case, result)
-    finished(result)
+    result, theirs = run_case(case, engines, record)
     report = _report(result)
-    theirs = finished(vanilla.result())
     longest = case.engine.get("max_model_len", ENGINE["max_model_len"])
     proposed = (side["proposed"]["drafts"] for side in (result, theirs))
     sequences, compared, different = _compare_drafts(*proposed, longest)
@@ -130,19 +125,3 @@ def test_same_drafts_and_output(case: DraftCase, engines: Any, record: dict[str,
         assert abs(mine - vanilla_s) <= DIFFERENT_ACCEPTANCE, f"draft {position}: {mine}, vanilla's {vanilla_s}"
     if not random:
         assert_same_tokens(result, theirs)
-
-
-@pytest.mark.parametrize("refusal", DRAFT_REFUSALS, ids=lambda refusal: refusal.name)
-def test_refused_at_start_up(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
-    said = refused(refusal, engines, record)
-    assert re.search(f"nwor: .*{refusal.because}", said), said
-    assert "draft graphs were asked for" in said
-
-
-@pytest.mark.parametrize("refusal", [DRAFT_WARNED], ids=lambda refusal: refusal.name)
-def test_refused_engine_goes_on_where_that_is_asked_for(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
-    result = engines.start_refusal(refusal).result()
-    record["seconds"] = result["seconds"]
-    [worker] = finished(result)["workers"]
-    assert all(report["captured"] == {} for report in worker["draft_graphs"])
-    assert any(refusal.because in line for line in result["said"])

@@ -8,24 +8,25 @@ from typing import Any
 import pytest
 from gpu_cases import (
     CASES,
+    DRAFT_REFUSALS,
+    DRAFT_WARNED,
     FEW_GRAPHS,
     FUSED_WRITER,
+    RECURRENT_REFUSALS,
     REFUSALS,
     STAGE_CASES,
+    VOCABULARY_REFUSALS,
     WARNED,
     WATCHED,
     Case,
     Refusal,
 )
-from gpu_engine_checks import assert_same_tokens, check_case, finished, note, refused, session_of
+from gpu_engine_checks import assert_same_tokens, check_case, finished, note, refused, run_case, session_of
 
 
 @pytest.mark.parametrize("case", [*CASES, *STAGE_CASES], ids=lambda case: case.name)
 def test_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
-    vanilla, ours = engines.start_case(case)
-    result = ours.result()
-    note(record, case, result)
-    finished(result)
+    result, vanilla = run_case(case, engines, record)
     session = check_case(case, result)
     audit, stats = session["audit"], session["stats"]
     replays = result["replays"]["graph_replays" if case.name in FEW_GRAPHS else "replays_with_drafts"]
@@ -36,34 +37,37 @@ def test_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
     ]
     if case.trimmed:
         assert stats["drafted"] < result["metrics"]["spec_decode_num_draft_tokens"]
-    if vanilla is not None:
-        assert_same_tokens(result, finished(vanilla.result()))
+    assert_same_tokens(result, vanilla)
 
 
 @pytest.mark.parametrize("case", [WATCHED], ids=lambda case: case.name)
 def test_vanilla_leaves_stale_rows(case: Case, engines: Any, record: dict[str, Any]) -> None:
     """The reason for this library, and the proof that the audit finds stale rows."""
-    result = engines.start_case(case)[1].result()
-    note(record, case, result)
-    audit = session_of(finished(result))["audit"]
+    audit = session_of(run_case(case, engines, record)[0])["audit"]
     assert audit["rejected"] > 0
     assert audit["stale_rows"] > 0
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
+ALL_REFUSALS = [*REFUSALS, *DRAFT_REFUSALS, *RECURRENT_REFUSALS, *VOCABULARY_REFUSALS]
+
+
+@pytest.mark.parametrize("refusal", ALL_REFUSALS, ids=lambda refusal: refusal.name)
 def test_refused_at_start_up(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
     said = refused(refusal, engines, record)
     assert "nwor:" in said, said
     assert re.search(refusal.because, said), said
+    if refusal.nwor.get("draft_graphs"):
+        assert "draft graphs were asked for" in said
 
 
-@pytest.mark.parametrize("refusal", [WARNED], ids=lambda refusal: refusal.name)
-def test_refused_engine_goes_on_where_that_is_asked_for(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
+@pytest.mark.parametrize("refusal", [WARNED, DRAFT_WARNED], ids=lambda refusal: refusal.name)
+def test_engine_starts_without_refused_feature(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
     result = engines.start_refusal(refusal).result()
     record["seconds"] = result["seconds"]
     [worker] = finished(result)["workers"]
     assert worker["sessions"] == []
     assert not worker["wrapped"]
+    assert all(report["captured"] == {} for report in worker["draft_graphs"])
     assert any(refusal.because in line for line in result["said"])
 
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 from gpu_cases import VLLM_STATES_CASES, Case
-from gpu_engine_checks import finished, note
+from gpu_engine_checks import run_case
 
 
 @pytest.mark.parametrize("case", VLLM_STATES_CASES, ids=lambda case: case.name)
 def test_the_states_of_vllm_are_right(case: Case, engines: Any, record: dict[str, Any]) -> None:
-    _, ours = engines.start_case(case)
-    result = finished(ours.result())
-    note(record, case, result)
+    result, _ = run_case(case, engines, record)
     [states] = result["workers"][0]["vllm_states"]
     assert states["steps"] > 10
     assert states["states_compared"] > states["steps"]
