@@ -74,7 +74,7 @@ def test_custom_class(engines: Engines, nwor: dict[str, Any]) -> None:
     check(engines, nwor, method="custom_class", model="custom_drafters.Successors")
 
 
-def test_layers_that_a_custom_class_names_are_left_alone(engines: Engines) -> None:
+def test_named_layers_are_left_alone(engines: Engines) -> None:
     check(engines, COW, layers=1, method="custom_class", model="custom_drafters.NamingOwner")
 
 

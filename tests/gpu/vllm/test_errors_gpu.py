@@ -47,7 +47,7 @@ def test_a_request_with_invalid_counts_stops_the_engine(engines: Any) -> None:
 
 
 @pytest.mark.parametrize("case", LOAD_ERROR_CASES, ids=lambda case: case.name)
-def test_an_engine_with_a_connector_goes_on_after_an_error(case: Case, engines: Any, record: dict[str, Any]) -> None:
+def test_engine_with_connector_survives_errors(case: Case, engines: Any, record: dict[str, Any]) -> None:
     """Steps with exports and loads fail. The second round loads what the first one stored."""
     result, vanilla = run_case(case, engines, record)
     assert_same_tokens(result, vanilla, case.may_differ)
@@ -59,14 +59,14 @@ def test_an_engine_with_a_connector_goes_on_after_an_error(case: Case, engines: 
 
 
 @pytest.mark.parametrize("case", CANCEL_ERROR_CASES, ids=lambda case: case.name)
-def test_an_engine_ends_with_the_error_of_the_step_that_failed(case: Case, engines: Any) -> None:
+def test_engine_ends_with_error_of_failed_step(case: Case, engines: Any) -> None:
     """And its log has the error of the cancel."""
     result = engines.start_case(case)[1].result()
     assert re.search("planted in _?sample", result["error"]), result["error"]
     assert any("nwor: cancel failed: planted in cancel; the engine goes on" in line for line in result["said"])
 
 
-def test_an_error_while_graphs_are_captured_stops_the_start(engines: Any) -> None:
+def test_error_during_capture_stops_the_start(engines: Any) -> None:
     """No replay of such a graph would log the drafts of that layer."""
     error = engines.start_case(CAPTURE_ERROR_CASE)[1].result()["error"]
     assert "write failed while a CUDA graph was captured: planted in write" in error, error

@@ -20,7 +20,7 @@ def test_the_states_of_vllm_are_right(case: Case, engines: Any, record: dict[str
 
 
 @pytest.mark.parametrize("case", VLLM_STATES_CASES, ids=lambda case: case.name)
-def test_a_wrong_state_is_named_by_layer_and_step(case: Case, engines: Any) -> None:
+def test_error_names_layer_and_step(case: Case, engines: Any) -> None:
     settings = {**case.engine, "additional_config": {"nwor": case.nwor}}
     result = engines.start(f"{case.name}-wrong", settings, case.environment, **case.use, faults="states").result()
     said = "\n".join([result["error"] or "", *result["said"]])
