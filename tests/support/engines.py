@@ -20,6 +20,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 from copied_rows import CopiedRows
+from planted_errors import Fault, Planted
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -97,20 +98,10 @@ def _sampling(index: int, temperature: float, max_tokens: int) -> Any:
     return SamplingParams(temperature=temperature, seed=index, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
 
 
-def _plant_forward_fault(llm: Any, call: int) -> None:
-    """Make the last layer's attention raise once, which is a failure of vLLM after every layer has written."""
+def forward_fault(llm: Any, call: int) -> Planted:
+    """Make the last layer's attention raise, which is a failure of vLLM after every layer has written."""
     context = llm.llm_engine.model_executor.driver_worker.worker.model_runner.compilation_config.static_forward_context
-    impl = list(context.values())[-1].impl
-    original, calls = impl.forward, 0
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise RuntimeError("planted in forward")
-        return original(*args, **kwargs)
-
-    impl.forward = forward
+    return Planted([Fault(list(context.values())[-1].impl, "forward", call, "")])
 
 
 def _write_in_forward() -> list[int]:
@@ -206,7 +197,7 @@ def _job(
 
     llm = LLM(**arguments)
     if fault is not None and fault[0] == "forward":
-        _plant_forward_fault(llm, fault[1])
+        forward_fault(llm, fault[1])
     elif fault is not None and fault[0] == "log rows":
         nwor_ops.vllm.sessions()[-1].manager.max_draft_tokens = fault[1]
     staged = [session for session in nwor_ops.vllm.sessions() if session.mode == "stage" and cache_audit(session)]

@@ -143,9 +143,10 @@ def write_models(folder: pathlib.Path, *names: str) -> dict[str, str]:
     return {name: str(folder / name) for name in names or MODELS}
 
 
-def write_served_llama(folder: pathlib.Path) -> str:
-    """Write the tiny Llama with a tokenizer, for a server; return its folder."""
-    llama().save(folder)
+def write_served_llama(folder: pathlib.Path, layers: int = DEMO.layers) -> str:
+    """Write the tiny Llama with a tokenizer, for a server; return its folder. Each layer of a compiled model costs a
+    compilation."""
+    llama(size=Size(layers=layers)).save(folder)
     return str(folder)
 
 

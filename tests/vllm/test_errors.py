@@ -21,9 +21,9 @@ from engines import (
     ENVIRONMENT,
     SMALL,
     Engines,
-    _plant_forward_fault,
     _run_requests,
     _sampling,
+    forward_fault,
     model_folder,
     prompts,
 )
@@ -208,10 +208,11 @@ def _interrupted_job(settings: dict[str, Any], requests: list[list[int]]) -> dic
     lines = Lines()
     logging.getLogger("vllm").addHandler(lines)
     sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
-    _plant_forward_fault(llm, 12)
+    forward = forward_fault(llm, 12)
     planted = Planted([Fault(DraftCommitManager, "cancel", 1, CANCEL)])
     error = _error_of_a_run(llm, requests, sampling)
     planted.remove()
+    forward.remove()
     during = _counts()
     tokens = _run_requests(llm, requests, sampling, {})
     return {

@@ -53,7 +53,7 @@ def vanilla_answers(words: list[str], asked: list[list[int]]) -> dict[str, list[
 @pytest.mark.long
 def test_the_transaction_as_the_readme_starts_it(engines: Engines, tmp_path: Path) -> None:
     command = COMMANDS["mode"]
-    words = [*command.with_models(MODEL=write_served_llama(tmp_path / "model")), *SMALL_CACHE]
+    words = [*command.with_models(MODEL=write_served_llama(tmp_path / "model", layers=2)), *SMALL_CACHE]
     environment = ENVIRONMENT | command.environment | {"VLLM_NWOR_AUDIT": "1"}
     ours = Server(PROGRAM, words, environment, tmp_path / "log")
     try:
