@@ -163,7 +163,8 @@ def test_fewer_shadow_pages_than_drafts_need(device):
             for request, (first, last) in enumerate(itertools.pairwise(starts))
         )
 
-    call = bad_input.call_with("open_window", "shadow_blocks", where=crosses)
+    calls = (call.arguments for call in samples.recorded("open_window", 200))
+    call = next(call for call in calls if crosses(**named("open_window", call)))
     blocks = named("open_window", call)["shadow_blocks"][..., :1].clone()
     sentence = r"shadow_blocks must have a page for each page .*, got 1 pages where request \d+ needs 2"
     call = with_arguments("open_window", call, shadow_blocks=blocks, held_slots=None)
