@@ -26,15 +26,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.vllm.audit.images import Images, bytes_of, pages, unmarked
+from nwor_ops.kv_cache import Plane
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.layers.target import TargetLayer, elements, positions, same_place
 
 FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
 
+# Caches of several layers may lie in one storage, and even share bytes. So an image copies a storage, and a mask has a
+# byte for each of its bytes.
+Images = dict[int, torch.UntypedStorage]  # by the address of the storage that each of them copies
 # By layer: key, value, slot of each token (-1: not written), and the further arguments of the layer's writer.
 Records = dict[str, tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]]
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a storage as a uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def unmarked(storage: torch.UntypedStorage) -> Tensor:
+    """Return a mask of zeros, uint8, with one byte for each byte of a storage."""
+    return torch.zeros(storage.nbytes(), dtype=torch.uint8, device=storage.device)
+
+
+def pages(mask: Tensor, plane: Plane) -> Tensor:
+    """Return a mask with the shape and strides of a plane, as integers."""
+    view = plane.view
+    return elements(mask, plane).as_strided(view.shape, view.stride(), int(view.storage_offset()))
 
 
 class AuditError(AssertionError):

@@ -1,17 +1,12 @@
 """Recurrent states of a hybrid model: the bytes of the cache that the audit leaves to vLLM.
 
-vLLM's KV-cache groups share memory. Block b of a recurrent group (Mamba, Gated DeltaNet or short-convolution layers) is
-the same memory as block b of an attention group. It belongs to one of them at a time. vLLM's kernels overwrite the
-states as the batch runs. vLLM also copies states from block to block, before and after the forward. The audit therefore
-excludes the states in these blocks:
+Block b of a recurrent group is the same memory as block b of an attention group, and belongs to one of them at a time.
+vLLM's kernels overwrite the states as the batch runs, and vLLM copies them from block to block. The audit therefore
+excludes the states, and nothing else, in two kinds of blocks:
 
-- Blocks that the recurrent group's table names for a request of this batch. The first of them holds the state after the
-  tokens computed before this step. The worker's tables only grow. Earlier entries name blocks that the scheduler took
-  back, and may have given to an attention group.
+- Blocks that the group's table names for a request of this batch, from the one with the state before this step on.
+  Earlier entries name blocks that the scheduler took back, and may have given to an attention group.
 - Block 0, which no request owns. vLLM writes the states of padded rows there, and states that it skips.
-
-Only the states are excluded, not the padding after them or other bytes of these pages. Everything else is compared as
-in any other model: all blocks of attention groups, free blocks, and cached states of other requests.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Audit of mode ``"stage"``: at no time during a step does a page of a request hold a rejected row.
 
 - After a window is opened, every draft names a slot of a shadow page of its group.
-- After the forward and again before sampling, two things hold. The shadow page of a request's first draft holds the
-  committed rows of the page that it replaces, because attention reads them there. Outside the shadow pages only the
-  rows of tokens that were not redirected have changed since the step began. These are prompts, and tokens before the
-  tail page.
+- After the forward and again before sampling, the shadow page of a request's first draft holds the committed rows of
+  the page that it replaces. Outside the shadow pages only the rows of tokens that were not redirected have changed.
 - After commit, the same check as in mode ``"cow"`` runs outside the shadow pages.
 
-The expected rows come from vLLM's own writer, given the recorded keys and values. If that writer was never called (a
-fused kernel or the model wrote the row), the row found in the shadow page is expected.
+The expected rows come from vLLM's own writer. If it was never called (a fused kernel or the model wrote the row), the
+row found in the shadow page is expected.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nwor_ops.vllm.audit.cache import SHADOW, AuditedStep, AuditError, CacheAudit, listed
-from nwor_ops.vllm.audit.images import Images, pages, unmarked
+from nwor_ops.vllm.audit.cache import SHADOW, AuditedStep, AuditError, CacheAudit, Images, listed, pages, unmarked
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
 from nwor_ops.vllm.transaction.layers.target import TargetLayer, elements, positions
 

@@ -4,13 +4,10 @@ vLLM stores the state after each token of a window, and continues from the state
 step and Gated DeltaNet layer the audit compares three things:
 
 - The number of accepted tokens that the layer uses, with the number of tokens that were sampled for the request.
-- The state that the layer continues from, with the state that it stored there, in all bytes. Nothing else may have
-  changed it in between.
+- The state that the layer continues from, with the state that it stored there, in all bytes.
 - Each state that the layer stores, with a state that is computed again from the same inputs, in plain PyTorch.
 
-The first difference names the step and the layer. The audit watches three kernels: the kernel of the CPU engine, and on
-CUDA the Triton kernel and the kernel that also computes the norm. A FULL graph calls no Python, so an engine with such
-graphs is not audited.
+A FULL graph calls no Python, so an engine with such graphs is not audited.
 """
 
 from __future__ import annotations
