@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left, insort
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -131,11 +130,8 @@ class DraftLoop(BoundToMemory):
         self.counts, self.host_seconds = Counter(), 0.0
         self._pool = pool
         self._own_pool: Any = None
-        # The key includes the number of drafts; it is K if the graph does not depend on that number.
-        self._recordings: dict[tuple[Mode, GraphKey, int], Recording] = {}
-        # The request counts of these keys, by mode, query length and number of drafts. A first pass of one request has
-        # several tokens. Its graph does not help a decode step of one request.
-        self._counts: defaultdict[tuple[Mode, int, int], list[int]] = defaultdict(list)
+        # By mode, query length and number of drafts: the graphs by request count, smallest first.
+        self._graphs: dict[tuple[Mode, int, int], dict[int, Recording]] = {}
         self._why_no_graphs = "nothing was captured"
         self._logged: set[tuple[str, str]] = set()
 
@@ -166,16 +162,16 @@ class DraftLoop(BoundToMemory):
         keys, drafts = list(keys), self._checked_drafts(num_drafts)
         chosen = [(self._graph_mode(mode), self._checked(key, key.num_reqs)) for mode in modes for key in keys]
         stream = self._capture_stream()
-        wanted = [(mode, key, self._filed(mode, key.query_len, drafts)) for mode, key in chosen]
         # The first pass precedes the loop, and the largest key comes first, so that later graphs fit into the pool's
         # memory. Ties are ordered by mode, because all ranks of a tensor-parallel group must capture in the same order.
-        missing = set(wanted) - set(self._recordings)
-        order = sorted(missing, key=lambda job: (job[1].query_len == 1, -job[1].num_tokens, job[0]))
+        order = sorted(set(chosen), key=lambda job: (job[1].query_len == 1, -job[1].num_tokens, job[0]))
         with no_garbage_collection():
-            for mode, key, filed in order:
-                if key.query_len > 1 or filed > 1:
-                    self._recordings[mode, key, filed] = self._record(mode, key, filed, stream)
-                    insort(self._counts[mode, key.query_len, filed], key.num_reqs)
+            for mode, key in order:
+                kind = self._kind(mode, key.query_len, drafts)
+                graphs, steps = self._graphs.get(kind, {}), _steps_of(key, kind[2])
+                if steps and key.num_reqs not in graphs:
+                    recording = self._record(mode, key, steps, stream)
+                    self._graphs[kind] = dict(sorted({**graphs, key.num_reqs: recording}.items()))
 
     def dispatch(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> Dispatch:
         """Return how ``run(num_reqs)`` would run, and the reason; with ``query_len`` > 1, how the first pass would.
@@ -189,10 +185,10 @@ class DraftLoop(BoundToMemory):
         key = self._smallest("step", num_reqs, query_len, drafts)
         if key is not None:
             return Dispatch(key, "step", self.metadata.why_not_in_place or "no graph of the whole was captured")
-        counts = self._counts_of("loop", query_len, drafts) + self._counts_of("step", query_len, drafts)
+        counts = [*self._graphs_of("loop", query_len, drafts), *self._graphs_of("step", query_len, drafts)]
         if counts:
             reason = f"no graph holds more than {max(counts)} requests"
-        elif self._recordings:
+        elif self._graphs:
             reason = f"no graph has query length {query_len}" + (f" and {drafts} drafts" if query_len == 1 else "")
         else:
             reason = self._why_no_graphs
@@ -279,9 +275,8 @@ class DraftLoop(BoundToMemory):
         Args:
             reason: the reason in a few words, for the log.
         """
-        self._recordings.clear()
+        self._graphs.clear()
         self._own_pool = None  # a pool without its graphs cannot be recorded into again
-        self._counts.clear()
         self._why_no_graphs = f"the graphs were dropped: {reason}"
 
     # ---------------------------------------------------------------- bodies: the contents of a graph
@@ -373,7 +368,7 @@ class DraftLoop(BoundToMemory):
         """Return the graph to replay, or None to run from the host. In debug mode, check that nothing has moved."""
         if mode == "eager" or not replay:
             return None
-        recording = self._recordings.get((mode, key, self._filed(mode, key.query_len, num_drafts)))
+        recording = self._graphs_of(mode, key.query_len, num_drafts).get(key.num_reqs)
         if recording is None:
             drafts = "" if num_drafts == self.num_drafts else f" and {num_drafts} drafts"
             raise RuntimeError(
@@ -410,18 +405,16 @@ class DraftLoop(BoundToMemory):
             raise ValueError(f"DraftLoop: mode 'loop' needs metadata that is updated in place: {why_not}")
         return "loop"
 
-    def _filed(self, mode: Mode, query_len: int, num_drafts: int) -> int:
-        """Return the number of drafts under which a graph is stored."""
-        return num_drafts if mode == "loop" and query_len == 1 else self.num_drafts
+    def _kind(self, mode: Mode, query_len: int, num_drafts: int) -> tuple[Mode, int, int]:
+        """Return the key of :attr:`_graphs`. Only graphs of whole loops depend on the number of drafts."""
+        return mode, query_len, num_drafts if mode == "loop" and query_len == 1 else self.num_drafts
+
+    def _graphs_of(self, mode: Mode, query_len: int, num_drafts: int) -> dict[int, Recording]:
+        return self._graphs.get(self._kind(mode, query_len, num_drafts), {})
 
     def _smallest(self, mode: Mode, num_reqs: int, query_len: int, num_drafts: int) -> GraphKey | None:
-        counts = self._counts_of(mode, query_len, num_drafts)
-        index = bisect_left(counts, num_reqs)
-        return GraphKey(counts[index], query_len) if index < len(counts) else None
-
-    def _counts_of(self, mode: Mode, query_len: int, num_drafts: int) -> list[int]:
-        """Return the request counts that have a graph, smallest first."""
-        return self._counts[mode, query_len, self._filed(mode, query_len, num_drafts)]
+        counts = self._graphs_of(mode, query_len, num_drafts)
+        return next((GraphKey(count, query_len) for count in counts if count >= num_reqs), None)
 
     def _checked_drafts(self, num_drafts: int | None) -> int:
         if num_drafts is None:
@@ -455,9 +448,7 @@ class DraftLoop(BoundToMemory):
 
     # ---------------------------------------------------------------- capture
 
-    def _record(self, mode: Mode, key: GraphKey, num_drafts: int, stream: torch.cuda.Stream) -> Recording:
-        steps = _steps_of(key, num_drafts)
-
+    def _record(self, mode: Mode, key: GraphKey, steps: range, stream: torch.cuda.Stream) -> Recording:
         def build() -> Any:
             self.buffers.fill_for_warm_up(key)
             self.buffers.current_draft_step.fill_(steps.start)

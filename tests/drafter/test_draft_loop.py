@@ -16,6 +16,7 @@ from draft_loops import (
     NEVER,
     Follower,
     HostPlannedAdapter,
+    WatchedAdapter,
     draft,
     make_drafter,
     make_round,
@@ -110,8 +111,8 @@ def test_fewer_drafts_run_fewer_steps(mode):
     drafter.loop.model_fn = lambda key, metadata: (steps.append(key), forward(key, metadata))[1]
     for num_drafts in (1, 2, 4, 5):
         steps.clear()
-        found = draft(drafter, batch, mode, replay=False, padded=8, num_drafts=num_drafts)
-        assert found == [row[:num_drafts] for row in expected]
+        drafts = draft(drafter, batch, mode, replay=False, padded=8, num_drafts=num_drafts)
+        assert drafts == [row[:num_drafts] for row in expected]
         assert (drafter.buffers.draft_tokens[:, num_drafts:] == NEVER).all()
         assert steps == [GraphKey(8, 7)] + [GraphKey(8)] * (num_drafts - 1)
         require_only_own_slots_written(drafter, batch)
@@ -423,11 +424,16 @@ def test_dispatch_takes_the_smallest_key(keys, num_reqs, query_len):
                          first_pass=empty)  # fmt: skip
     loop.capture(GraphKey(*key) for key in keys)
     holding = [count for count, length in keys if length == query_len and count >= num_reqs]
-    found = loop.dispatch(num_reqs, query_len)
+    dispatch, counts = loop.dispatch(num_reqs, query_len), [count for count, length in keys if length == query_len]
     if holding:
-        assert (found.mode, found.key) == ("loop", GraphKey(min(holding), query_len))
+        assert (dispatch.mode, dispatch.key) == ("loop", GraphKey(min(holding), query_len))
     else:
-        assert (found.mode, found.key) == ("eager", GraphKey(max(num_reqs, 1), query_len))
+        assert (dispatch.mode, dispatch.key) == ("eager", GraphKey(max(num_reqs, 1), query_len))
+        if counts:
+            assert dispatch.reason == f"no graph holds more than {max(counts)} requests"
+        elif keys:
+            drafts = " and 3 drafts" if query_len == 1 else ""
+            assert dispatch.reason == f"no graph has query length {query_len}{drafts}"
     loop.invalidate("the cache moved")
     assert loop.dispatch(num_reqs, query_len).reason == "the graphs were dropped: the cache moved"
 
@@ -445,21 +451,100 @@ def test_eager_run_logs_its_reason_once(caplog):
         "nwor draft loop, decode steps: eager, because: nothing was captured",
     ]
     assert drafter.loop.counts == {("first_pass", "eager"): 6, ("decode", "eager"): 3}  # 3 of them are prefills
-    found = drafter.loop.dispatch(3)
-    assert (found.key, found.mode) == (GraphKey(3), "eager")
+    dispatch = drafter.loop.dispatch(3)
+    assert (dispatch.key, dispatch.mode) == (GraphKey(3), "eager")
+
+
+# ---------------------------------------------------------------- capture, with stand-ins for graphs
+
+
+class NotingAdapter(WatchedAdapter):
+    """Record each build for a capture, and the contents of the buffers at that time."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.notes = []
+
+    def build(self, key, num_reqs, step, capturing=False):
+        if capturing:
+            starts, lens = self.buffers.query_start_loc[: key.num_reqs + 1].tolist(), self.buffers.seq_lens.tolist()
+            self.notes.append((key, num_reqs, step, starts, lens[: key.num_reqs], int(self.buffers.idx_mapping.max())))
+        return super().build(key, num_reqs, step, capturing)
+
+
+def test_capture_order():
+    """The shapes of the first pass come before those of the loop, and larger ones come first.
+
+    Each shape has one build for the warm-up and one for the capture, on a batch of exactly that shape.
+    """
+    drafter = make_drafter(3, 8, adapter=NotingAdapter, loop=HostGraphLoop)
+    drafter.capture([2, 8, 4])
+    expected = [GraphKey(rows, length) for length in (5, 1) for rows in (8, 4, 2)]
+    notes = drafter.loop.metadata.notes
+    assert [note[0] for note in notes] == [key for key in expected for _ in range(2)]
+    for key, num_reqs, step, starts, lens, largest in notes:
+        assert (num_reqs, step, largest) == (0, 0 if key.query_len > 1 else 1, -1)
+        assert starts == [key.query_len * row for row in range(key.num_reqs + 1)]
+        assert lens == [key.query_len] * key.num_reqs
+    notes.clear()
+    drafter.capture([4, 2, 1])  # only new shapes
+    assert [note[0] for note in notes] == [GraphKey(1, 5)] * 2 + [GraphKey(1)] * 2
+    drafter = make_drafter(1, 4, loop=HostGraphLoop)
+    drafter.capture([4])
+    assert (drafter.loop.dispatch(2, 3).mode, drafter.loop.dispatch(2).mode) == ("loop", "eager")  # no step follows
+
+
+def test_each_number_of_drafts_has_graphs():
+    """All numbers share one first pass. Each has a graph of the loop for the requested numbers of requests.
+
+    With a graph per step, fewer of them are replayed.
+    """
+    drafter = make_drafter(5, 8, loop=HostGraphLoop)
+    drafter.capture([8, 4])
+    for num_drafts in (3, 2, 1):
+        drafter.loop.capture([GraphKey(4)], num_drafts=num_drafts)
+    drafter.loop.capture([GraphKey(8)], ("step",), num_drafts=2)
+    for num_reqs in (3, 7, 4):
+        batch = make_round(drafter, num_reqs, num_reqs)
+        expected = plain_drafts(drafter, batch.texts, batch.states)
+        for num_drafts in (5, 3, 2, 1, 4):
+            drafter.loop.counts.clear()
+            drafts = draft(drafter, batch, "auto", num_drafts=num_drafts)
+            assert drafts == [row[:num_drafts] for row in expected]
+            assert (drafter.buffers.draft_tokens[:, num_drafts:] == NEVER).all()
+            require_only_own_slots_written(drafter, batch)
+            captured = num_drafts == 5 or (num_drafts in (2, 3) and num_reqs <= 4)
+            ran = {("decode", "loop" if captured else "step"): 1} if num_drafts > 1 else {}
+            assert drafter.loop.counts == {("first_pass", "loop"): 1, **ran}
+    drafter.loop.invalidate("the test")
+    drafter.loop.capture([GraphKey(8)])
+    assert drafter.loop.dispatch(2, num_drafts=3).reason == "no graph has query length 1 and 3 drafts"
+    with pytest.raises(RuntimeError, match=r"GraphKey\(num_reqs=2, query_len=1\) and 3 drafts in mode 'loop'"):
+        drafter.loop.run(2, "loop", num_drafts=3)
 
 
 # ---------------------------------------------------------------- refusals
 
 
-def test_host_planned_metadata_refuses_the_loop():
-    drafter = make_drafter(3, 4, adapter=HostPlannedAdapter)
-    batch = make_round(drafter, 3, 0)
+def test_host_planned_metadata_takes_step_graphs(caplog):
+    """`auto` logs its choice and the reason once. The step graphs serve first pass and loop."""
+    drafter = make_drafter(5, 8, adapter=HostPlannedAdapter, loop=HostGraphLoop)
+    drafter.capture([8])
+    batch = make_round(drafter, 6, 0)
     expected = plain_drafts(drafter, batch.texts, batch.states)
-    assert body(drafter, batch, "eager", 4) == body(drafter, batch, "step", 4) == expected
+    with caplog.at_level(logging.INFO, logger="nwor_ops"):
+        assert [draft(drafter, batch, "auto") for _ in range(3)] == [expected] * 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "nwor draft loop, first pass of 7 tokens: step, because: this back end plans on the host",
+        "nwor draft loop, decode steps: step, because: this back end plans on the host",
+    ]
+    assert drafter.loop.counts["decode", "step"] == drafter.loop.counts["first_pass", "step"] == 3
+    require_metadata_of_every_step(drafter, batch, 8)
+    assert body(drafter, batch, "eager", 8) == body(drafter, batch, "step", 8) == expected
     for run in (
-        lambda: body(drafter, batch, "loop", 4),
+        lambda: body(drafter, batch, "loop", 8),
         lambda: drafter.loop.run(3, "loop"),
+        lambda: drafter.capture([8], ("loop",)),
     ):
         with pytest.raises(
             ValueError, match="mode 'loop' needs metadata that is updated in place: this back end plans"
@@ -500,8 +585,6 @@ def make_loop(**changes):
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda: make_loop(num_drafts=0), "DraftLoop: num_drafts must be at least 1, got 0"),
-        (lambda: make_loop(max_len=0), "DraftLoop: max_len must be at least 1, got 0"),
         (lambda: make_loop(num_drafts=4), r"draft_tokens must have a column for each of 4 drafts, got \[4, 3\]"),
         (lambda: make_loop().run(5), "DraftLoop: num_reqs must be 0 to 4, the rows of the buffers, got 5"),
         (lambda: make_loop().run(-1), "num_reqs must be 0 to 4, the rows of the buffers, got -1"),
@@ -515,7 +598,6 @@ def make_loop(**changes):
         (lambda: make_loop().run_first_pass(2, 1), "DraftLoop.run_first_pass: query_len must be > 1, got 1"),
         (lambda: make_loop(model_fn=lambda *_: (1, 2)).run(2), "model_fn must return no hidden states: buffers.h"),
         (lambda: make_loop(sample_fn=lambda _, out: out[:1, 0]).run(2), r"must return \[2\] tokens, got \[1\]"),
-        (lambda: GraphKey(0), "GraphKey: num_reqs must be at least 1, got 0"),
     ],
 )
 def test_bad_values_are_refused(run, message):

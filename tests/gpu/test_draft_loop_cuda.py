@@ -1,13 +1,12 @@
 """Graphs of the draft loop on a GPU: one graph for all steps, and one graph per step.
 
-They are compared with eager drafting and with drafting without a loop, per position. Also tested: when graphs are
-captured, addresses, allocations, waits, launches, and ranks.
+They are compared with eager drafting and with drafting without a loop, per position. Also tested: captures,
+allocations, waits, launches, and ranks. `tests/drafter` tests the choice and the order of graphs, with stand-ins.
 """
 
 from __future__ import annotations
 
 import gc
-import logging
 import subprocess
 import sys
 from collections import Counter
@@ -18,8 +17,6 @@ import torch
 from draft_loops import (
     NEVER,
     Follower,
-    HostPlannedAdapter,
-    WatchedAdapter,
     draft,
     make_drafter,
     make_round,
@@ -33,7 +30,6 @@ from no_sync import no_waits
 from processes import SUPPORT, environment
 
 from nwor_ops.drafter import GraphKey
-from nwor_ops.drafter.graphs import places_of
 from nwor_ops.testing.ports import free_port
 
 NUM_DRAFTS = (1, 2, 3, 5, 8)
@@ -161,100 +157,7 @@ def test_own_sampler_is_captured(device):
     assert outputs == outputs[:1] * 6
 
 
-def test_host_planned_metadata_takes_a_graph_per_step(device, caplog):
-    """`auto` logs its choice and the reason once. The step graphs serve first pass and loop."""
-    drafter = make_drafter(5, 8, device, adapter=HostPlannedAdapter)
-    drafter.capture([8])
-    batch = make_round(drafter, 6, 0)
-    expected = plain_drafts(drafter, batch.texts, batch.states)
-    with caplog.at_level(logging.INFO, logger="nwor_ops"):
-        assert [draft(drafter, batch, "auto") for _ in range(3)] == [expected] * 3
-    assert [record.getMessage() for record in caplog.records] == [
-        "nwor draft loop, first pass of 7 tokens: step, because: this back end plans on the host",
-        "nwor draft loop, decode steps: step, because: this back end plans on the host",
-    ]
-    assert drafter.loop.counts["decode", "step"] == drafter.loop.counts["first_pass", "step"] == 3
-    require_metadata_of_every_step(drafter, batch, 8)
-    with pytest.raises(ValueError, match="mode 'loop' needs metadata that is updated in place: this back end plans"):
-        drafter.capture([8], ("loop",))
-
-
-def test_larger_batches_run_eagerly(device):
-    """More requests than the largest graph holds."""
-    drafter = make_drafter(3, 8, device)
-    drafter.capture([4])
-    batch = make_round(drafter, 6, 0)
-    assert draft(drafter, batch, "auto") == plain_drafts(drafter, batch.texts, batch.states)
-    found = drafter.loop.dispatch(6)
-    assert (found.mode, found.reason) == ("eager", "no graph holds more than 4 requests")
-    assert drafter.loop.counts["decode", "eager"] == 1
-    assert drafter.loop.dispatch(4, 5).key == GraphKey(4, 5)
-    assert drafter.loop.dispatch(4, 9).reason == "no graph has query length 9"
-
-
-def test_each_number_of_drafts_has_graphs(device):
-    """All numbers share one first pass. Each has a graph of the loop for the requested numbers of requests.
-
-    With a graph per step, fewer of them are replayed.
-    """
-    drafter = make_drafter(5, 8, device)
-    drafter.capture([8, 4])
-    for num_drafts in (3, 2, 1):
-        drafter.loop.capture([GraphKey(4)], num_drafts=num_drafts)
-    drafter.loop.capture([GraphKey(8)], ("step",), num_drafts=2)
-    for num_reqs in (3, 7, 4):
-        batch = make_round(drafter, num_reqs, num_reqs)
-        expected = plain_drafts(drafter, batch.texts, batch.states)
-        for num_drafts in (5, 3, 2, 1, 4):
-            drafter.loop.counts.clear()
-            found = draft(drafter, batch, "auto", num_drafts=num_drafts)
-            assert found == [row[:num_drafts] for row in expected]
-            assert (drafter.buffers.draft_tokens[:, num_drafts:] == NEVER).all()
-            require_only_own_slots_written(drafter, batch)
-            captured = num_drafts == 5 or (num_drafts in (2, 3) and num_reqs <= 4)
-            ran = {("decode", "loop" if captured else "step"): 1} if num_drafts > 1 else {}
-            assert drafter.loop.counts == {("first_pass", "loop"): 1, **ran}
-    drafter.loop.invalidate("the test")
-    drafter.loop.capture([GraphKey(8)])
-    assert drafter.loop.dispatch(2, num_drafts=3).reason == "no graph has query length 1 and 3 drafts"
-    with pytest.raises(RuntimeError, match=r"GraphKey\(num_reqs=2, query_len=1\) and 3 drafts in mode 'loop'"):
-        drafter.loop.run(2, "loop", num_drafts=3)
-
-
 # ---------------------------------------------------------------- capture
-
-
-class NotingAdapter(WatchedAdapter):
-    """Record each build for a capture, and the contents of the buffers at that time."""
-
-    def __init__(self, *arguments) -> None:
-        super().__init__(*arguments)
-        self.notes = []
-
-    def build(self, key, num_reqs, step, capturing=False):
-        if capturing:
-            starts, lens = self.buffers.query_start_loc[: key.num_reqs + 1].tolist(), self.buffers.seq_lens.tolist()
-            self.notes.append((key, num_reqs, step, starts, lens[: key.num_reqs], int(self.buffers.idx_mapping.max())))
-        return super().build(key, num_reqs, step, capturing)
-
-
-def test_capture_order(device):
-    """The shapes of the first pass come before those of the loop, and larger ones come first.
-
-    Each shape has one build for the warm-up and one for the capture, on a batch of exactly that shape.
-    """
-    drafter = make_drafter(3, 8, device, adapter=NotingAdapter)
-    drafter.capture([2, 8, 4])
-    expected = [GraphKey(rows, length) for length in (5, 1) for rows in (8, 4, 2)]
-    notes = drafter.loop.metadata.notes
-    assert [note[0] for note in notes] == [key for key in expected for _ in range(2)]
-    for key, num_reqs, step, starts, lens, largest in notes:
-        assert (num_reqs, step, largest) == (0, 0 if key.query_len > 1 else 1, -1)
-        assert starts == [key.query_len * row for row in range(key.num_reqs + 1)]
-        assert lens == [key.query_len] * key.num_reqs
-    notes.clear()
-    drafter.capture([4, 2, 1])  # only new shapes
-    assert [note[0] for note in notes] == [GraphKey(1, 5)] * 2 + [GraphKey(1)] * 2
 
 
 def test_capture_writes_no_cache(device):
@@ -264,12 +167,6 @@ def test_capture_writes_no_cache(device):
     drafter.capture([8, 1], GRAPHS)
     torch.cuda.synchronize()
     assert all((cache == 7).all() for cache in drafter.caches)
-
-
-def test_one_draft_captures_no_loop(device):
-    follower = Follower(1, 4, 30, device)
-    follower.loop.capture([GraphKey(4)])
-    assert follower.loop.dispatch(2).mode == "eager"
 
 
 def test_streams_and_pools(device):
@@ -326,45 +223,7 @@ def test_invalidate(device):
     assert drafter.loop.counts["decode", "eager"] == 1
 
 
-# ---------------------------------------------------------------- addresses
-
-
-def test_memory_never_moves(device):
-    """The addresses of all buffers and builds stay, over steps, batches and captures."""
-    drafter = make_drafter(3, 8, device)
-    places = []
-    for seed in range(3):
-        if seed == 1:
-            drafter.capture([8], GRAPHS)
-        batch = make_round(drafter, 5 + seed, seed)
-        for mode in ("eager", *(GRAPHS if seed else ())):
-            draft(drafter, batch, mode)
-        now = places_of(drafter.buffers.tensors())
-        for key in (GraphKey(8), GraphKey(8, 5)):
-            drafter.buffers.fill_for_warm_up(key)
-            metadata = drafter.loop.metadata.build(key, 3, 1)
-            now |= {(key, name): place for name, place in places_of(vars(metadata)).items()}
-        places.append(now)
-    assert places == places[:1] * 3
-    assert len(places[0]) > 15
-
-
-def test_moved_buffer_is_refused(device):
-    """Debug mode names the buffer before the replay."""
-    follower = Follower(3, 4, 30, device, debug=True)
-    follower.loop.capture([GraphKey(4)], GRAPHS)
-    follower.load(3, 0)
-    follower.loop.run(3, "step")
-    kept, follower.buffers.positions = follower.buffers.positions, follower.buffers.positions.clone()
-    for mode in GRAPHS:
-        with pytest.raises(RuntimeError, match=r"DraftLoop: buffers\['positions'\] must not move or change after the"):
-            follower.loop.run(3, mode)
-    follower.buffers.positions = kept
-    follower.buffers.registered["seeds"] = follower.seeds[:3]
-    with pytest.raises(
-        RuntimeError, match=r"DraftLoop: buffers\['seeds'\] must not move .* torch.int64 \[4\] .* got .* \[3\]"
-    ):
-        follower.loop.run(3, "loop")
+# ---------------------------------------------------------------- garbage, allocations, waits and launches
 
 
 def test_collector_does_not_break_a_capture(device):
