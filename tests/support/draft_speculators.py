@@ -23,6 +23,8 @@ from host_loop import FAILED, PADDED, HostLoop, failing
 from interpreter import use_interpreter
 from torch import Tensor
 
+from nwor_ops.testing.oracle import drafter as oracle
+
 BLOCKS = 96
 BLOCK_SIZES = (4, 8)
 # A dynamic number of drafts. With none or one, only the first pass runs.
@@ -56,7 +58,7 @@ class Group:
 
 
 class BlockTables:
-    """The parts that a drafter uses of a class in vLLM. A plain loop computes the slots."""
+    """The parts that a drafter uses of a class in vLLM. The oracle computes the slots."""
 
     cp_size = 1
 
@@ -76,13 +78,7 @@ class BlockTables:
         self, idx_mapping: Tensor, starts: Tensor, positions: Tensor, num_tokens: int, out: Tensor | None = None
     ) -> Tensor:
         slots = self.slot_mappings if out is None else out
-        slots.fill_(-1)
-        for row, state in enumerate(idx_mapping.tolist()):
-            for token in range(int(starts[row]), int(starts[row + 1])):
-                for group, size in enumerate(BLOCK_SIZES):
-                    position = int(positions[token])
-                    block = int(self.states[group][state, position // size])
-                    slots[group, token] = block * size + position % size if state >= 0 else -1
+        oracle.compute_slot_mappings(idx_mapping, starts, positions, self.states, self.block_sizes, slots)
         return slots[:, :num_tokens]
 
 

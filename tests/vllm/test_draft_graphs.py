@@ -55,9 +55,9 @@ def supported(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 def test_speculator_drafts_what_vllm_drafts() -> None:
     """Compare real speculators of the installed vLLM on the CPU. Ours runs the bodies of its graphs from the host."""
-    said = dict(line.split(" ", 1) for line in interpreted("draft_speculators.py").splitlines())
+    lines = dict(line.split(" ", 1) for line in interpreted("draft_speculators.py").splitlines())
     for name in ("greedy", "greedy-dynamic", "probabilistic", "probabilistic-dynamic"):
-        ran = json.loads(said[name])
+        ran = json.loads(lines[name])
         # 40 batches, each run in one of three ways: all of it in "graphs", only the decode loop, or none of it.
         assert set(ran["eager"]) == {
             MIXED,
@@ -71,9 +71,9 @@ def test_speculator_drafts_what_vllm_drafts() -> None:
             assert ran["replays"]["decode"] > 10
         assert ran["replays"]["first_pass"] + sum(ran["eager"].values()) == 40 + ran["repeated"]
     # vLLM's speculator under data parallelism: the target's tokens differ from those of its first pass.
-    found = re.fullmatch(r"(\d+) (\d+), with (\d+) tokens and (\d+) requests", said["data-parallel"])
-    assert found
-    across, first_pass, tokens, requests = map(int, found.groups())
+    counts = re.fullmatch(r"(\d+) (\d+), with (\d+) tokens and (\d+) requests", lines["data-parallel"])
+    assert counts
+    across, first_pass, tokens, requests = map(int, counts.groups())
     assert across == tokens
     assert first_pass == tokens + requests
 
@@ -82,7 +82,7 @@ def test_speculator_drafts_what_vllm_drafts() -> None:
 def test_proposers_draft_what_vllm_drafts() -> None:
     """Compare real drafters of the installed vLLM on the CPU. Ours runs the bodies of its graphs from the host."""
     lines = [line.split(" ", 1) for line in interpreted("draft_proposers.py").splitlines() if "replays" in line]
-    ran = {name: json.loads(said) for name, said in lines}
+    ran = {name: json.loads(report) for name, report in lines}
     assert list(ran) == ["draft_model", "eagle", "eagle3", "mtp", "heterogeneous", "one", "probabilistic"]
     for name, report in ran.items():
         replays, eager, failed = report["replays"], report["eager"], report["failed"]
@@ -422,14 +422,14 @@ def capture_keys(schedule: list[int], sizes: list[int], tokens: int) -> dict[int
         max_num_reqs=len(schedule) - 1,
         max_num_tokens=tokens,
     )
-    found = GraphedDraftModelSpeculator.capture_keys(speculator)  # type: ignore[arg-type]
-    assert {key.query_len for drafts, keys in found.items() for key in keys} <= {1, *(drafts + 2 for drafts in found)}
+    graphs = GraphedDraftModelSpeculator.capture_keys(speculator)  # type: ignore[arg-type]
+    assert all(key.query_len in (1, drafts + 2) for drafts, keys in graphs.items() for key in keys)
     return {
         drafts: (
             [key.num_reqs for key in keys if key.query_len == drafts + 2],
             [key.num_reqs for key in keys if key.query_len == 1],
         )
-        for drafts, keys in found.items()
+        for drafts, keys in graphs.items()
     }
 
 
@@ -470,8 +470,8 @@ def test_captured_keys_of_a_proposer() -> None:
         attach(runner)
         return runner, proposer_of(runner)
 
-    _, found = proposer(4, 8, 16, 24)
-    keys = [(key.num_reqs, key.query_len) for keys in found.capture_keys().values() for key in keys]
+    _, drafter = proposer(4, 8, 16, 24)
+    keys = [(key.num_reqs, key.query_len) for keys in drafter.capture_keys().values() for key in keys]
     assert keys == [(4, 4), (2, 4), (1, 4), (4, 1), (2, 1), (1, 1)]
     runner, _ = proposer(1, 2)
     with pytest.raises(RuntimeError, match=r"cudagraph_capture_sizes \[1, 2\]: none holds a batch of 4 tokens"):

@@ -86,10 +86,10 @@ class Engine:
 def test_vllm_continues_from_its_states():
     engine = Engine()
     engine.random_steps(30)
-    found = engine.audit.summary()
-    assert found["steps"] > 20
-    assert found["states_compared"] > 30
-    assert found["states_computed"] > found["windows"] * len(LAYERS)
+    summary = engine.audit.summary()
+    assert summary["steps"] > 20
+    assert summary["states_compared"] > 30
+    assert summary["states_computed"] > summary["windows"] * len(LAYERS)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -173,8 +173,8 @@ def test_unknown_states_are_not_audited(layer, kind, full, reason, monkeypatch):
 @pytest.mark.parametrize("case", ["right", "norm"])
 def test_the_kernels_of_cuda_are_watched(case):
     """Triton's interpreter runs the kernel. The last row of the batch is padded."""
-    found = json.loads(interpreted("vllm_states_cuda.py", case).splitlines()[-1])
-    assert found == {"steps": 2, "windows": 4, "states_compared": 2, "states_computed": 12}
+    counts = json.loads(interpreted("vllm_states_cuda.py", case).splitlines()[-1])
+    assert counts == {"steps": 2, "windows": 4, "states_compared": 2, "states_computed": 12}
 
 
 @pytest.mark.parametrize(
@@ -189,5 +189,5 @@ def test_the_kernels_of_cuda_are_watched(case):
     ],
 )
 def test_error_in_cuda_kernel_is_found(case, sentence):
-    said = interpreted("vllm_states_cuda.py", case).splitlines()[-1]
-    assert said.startswith(f"nwor audit, step 1: vLLM's states of layer layers.1, {sentence}")
+    line = interpreted("vllm_states_cuda.py", case).splitlines()[-1]
+    assert line.startswith(f"nwor audit, step 1: vLLM's states of layer layers.1, {sentence}")
