@@ -1,4 +1,4 @@
-"""Real vLLM engines on the GPU: reasons to skip them, the pool that runs them, and the final table."""
+"""Real vLLM engines on the GPU: reasons to skip them, the pool that runs them, and what tests find out."""
 
 from __future__ import annotations
 
@@ -171,27 +171,3 @@ def pytest_runtest_logfinish() -> None:
     if folder and _records:
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
         (pathlib.Path(folder) / REPORT).write_text(json.dumps(list(_records.values()), indent=1) + "\n")
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if not _records:
-        return
-    write = terminalreporter.write_line
-    terminalreporter.section("engines")
-    columns = (
-        "steps",
-        "drafted",
-        "accepted",
-        "rejected",
-        "rows_checked",
-        "stale_rows",
-        "replays_with_drafts",
-        "seconds",
-    )
-    write(f"{'case':<38} {'outcome':<8} " + " ".join(f"{column:>19}" for column in columns))
-    for found in _records.values():
-        cells = " ".join(f"{found.get(column, ''):>19}" for column in columns)
-        write(f"{found['case']:<38} {found.get('outcome', '?'):<8} {cells}")
-    for found in _records.values():
-        if found.get("outcome") == "failed":
-            write(f"{found['case']}: {found.get('why', '').splitlines()[0] if found.get('why') else '?'}")

@@ -1,4 +1,4 @@
-"""README's three feature commands, as README.md has them, with tiny models in place of MODEL and DRAFT, over HTTP.
+"""README's feature commands, as README.md has them, with tiny models in place of MODEL and DRAFT, over HTTP.
 
 ``test_readme_commands_exactly_as_written`` adds only host and port. Such a server takes nine tenths of the GPU. The
 test must therefore run while nothing else does: ``-k test_readme_commands_exactly_as_written`` selects only it.
@@ -34,9 +34,12 @@ from readme_serve import (
 COMMANDS = readme_commands()
 MODELS = {
     "draft_graphs": {"MODEL": "llama", "DRAFT": "draft"},
+    "draft_vocabulary": {"MODEL": "gdn_mtp"},
     "recurrent": {"MODEL": "gdn_mtp"},
     "mode": {"MODEL": "llama"},
 }
+COUNTED = {"mode": "windows", "draft_vocabulary": "draft_vocabulary_tokens", "recurrent": "recurrent_steps",
+           "draft_graphs": "draft_graph_replays"}  # fmt: skip
 # Blocks: one request of 512 tokens fits, eight do not.
 BLOCKS = {"draft_graphs": 40, "recurrent": 24, "mode": 40}
 # On a large GPU `vllm serve` allows 1,024 requests, and a hybrid model needs a block for each.
@@ -65,7 +68,7 @@ def serve(command: Command, engines: Any, name: str, environment: dict[str, str]
     )
 
 
-def test_the_readme_has_three_commands() -> None:
+def test_each_command_has_a_model() -> None:
     assert set(COMMANDS) == set(MODELS)
 
 
@@ -87,7 +90,7 @@ def servers(engines: Any, request: pytest.FixtureRequest) -> Iterator[dict[tuple
         server.stop()
 
 
-@pytest.mark.parametrize("feature", list(MODELS))
+@pytest.mark.parametrize("feature", list(BLOCKS))
 def test_audited(feature: str, servers: dict[tuple[str, str], Server], engines: Any, record: dict[str, Any]) -> None:
     vanilla, ours = (servers[feature, side].wait(PATIENCE_SECONDS) for side in ("vanilla", "audited"))
     asked = prompts(ours.block_tokens())
@@ -136,7 +139,12 @@ def test_readme_commands_exactly_as_written(feature: str, engines: Any, record: 
     record["differ"] = differing(answers[: len(asked)], answers[len(asked) :])
     assert found["vllm:spec_decode_num_accepted_tokens_total"] > 0
     assert found["vllm:prefix_cache_hits_total"] > 0
-    counted = {"mode": "windows", "recurrent": "recurrent_steps", "draft_graphs": "draft_graph_replays"}[feature]
+    counted = {
+        "mode": "windows",
+        "draft_vocabulary": "draft_vocabulary_tokens",
+        "recurrent": "recurrent_steps",
+        "draft_graphs": "draft_graph_replays",
+    }[feature]
     assert any(name.startswith(f"nwor_{counted}") and value > 0 for name, value in found.items()), sorted(record)
     if feature == "mode":
         # With async scheduling, a step may still run when its request ends: every answer, the short one of
