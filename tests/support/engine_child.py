@@ -415,16 +415,19 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         "planted": engine_faults.describe(),
         "vllm_states": [audit.summary() for audit in engine_faults.state_audits(_sessions())],
         "wrapped": any("do_kv_cache_update" in vars(layer.impl) for layer in layers if hasattr(layer, "impl")),
-        "sessions": [
-            {
-                "mode": session.mode,
-                "describe": session.describe(),
-                "stats": session.stats().as_dict(),
-                "audit": audit.summary() if (audit := _cache_audit(session)) else None,
-                "vanilla_steps": dict(session.vanilla_steps),
-            }
-            for session in _sessions()
-        ],
+        "sessions": [describe_session(session) for session in _sessions()],
+    }
+
+
+def describe_session(session: Any) -> dict[str, Any]:
+    audit = _cache_audit(session)
+    return {
+        "mode": session.mode,
+        "describe": session.describe(),
+        "stats": session.stats().as_dict(),
+        "audit": audit.summary() if audit else None,
+        "others_write": audit.others_write if audit else None,
+        "vanilla_steps": dict(session.vanilla_steps),
     }
 
 

@@ -15,8 +15,9 @@ import pathlib
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 from copied_rows import CopiedRows
@@ -92,7 +93,7 @@ def prompts(count: int, longest: int = 90, seed: int = 0) -> list[list[int]]:
 # ---------------------------------------------------------------- code of the engine's process
 
 
-def _sampling(index: int, temperature: float, max_tokens: int) -> Any:
+def sampling(index: int, temperature: float, max_tokens: int) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(temperature=temperature, seed=index, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
@@ -136,11 +137,18 @@ def _write_in_forward() -> list[int]:
     return count
 
 
-def _run_requests(llm: Any, requests: list[list[int]], sampling: list[Any], abort: dict[int, list[str]]) -> Any:
+def run_requests(
+    llm: Any,
+    requests: list[list[int]],
+    max_tokens: int | list[int],
+    temperature: float = 0.0,
+    abort: Mapping[int, list[str]] = MappingProxyType({}),
+) -> Any:
     """Run requests through add_request and step, as a server does. Return tokens per request, None if aborted."""
     engine = llm.llm_engine
-    for index, (tokens, parameters) in enumerate(zip(requests, sampling, strict=True)):
-        engine.add_request(str(index), {"prompt_token_ids": tokens}, parameters)
+    limits = [max_tokens] * len(requests) if isinstance(max_tokens, int) else max_tokens
+    for index, (tokens, limit) in enumerate(zip(requests, limits, strict=True)):
+        engine.add_request(str(index), {"prompt_token_ids": tokens}, sampling(index, temperature, limit))
     done: dict[int, list[int]] = {}
     step = 0
     while engine.has_unfinished_requests():
@@ -154,6 +162,19 @@ def _run_requests(llm: Any, requests: list[list[int]], sampling: list[Any], abor
                 done.pop(int(request), None)
     aborted = {int(request) for requests in abort.values() for request in requests}
     return [None if index in aborted else done[index] for index in range(len(requests))]
+
+
+def receive_last_counts(llm: Any) -> None:
+    """Run one more short request: its output brings our counters."""
+    from nwor_ops.vllm.metrics.publisher import PERIOD
+
+    time.sleep(2 * PERIOD)
+    run_requests(llm, [[3, 4, 5]], 1)
+
+
+def metrics_of(llm: Any) -> dict[str, float]:
+    """Return vLLM's counters, and ours."""
+    return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
 
 
 def _layers(llm: Any) -> dict[str, dict[str, Any]]:
@@ -189,6 +210,7 @@ def _job(
 ) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT | environment)
     own_writes = _write_in_forward() if own_writer else [0]
+    import engine_child
     from vllm import LLM
 
     import nwor_ops.vllm
@@ -202,10 +224,9 @@ def _job(
         nwor_ops.vllm.sessions()[-1].manager.max_draft_tokens = fault[1]
     staged = [session for session in nwor_ops.vllm.sessions() if session.mode == "stage" and cache_audit(session)]
     copied_rows = [CopiedRows(session.manager) for session in staged]
-    sampling = [_sampling(index, temperature, max_tokens) for index in range(len(requests))]
     error = None
     try:
-        tokens = _run_requests(llm, requests, sampling, abort)
+        tokens = run_requests(llm, requests, max_tokens, temperature, abort)
     except RuntimeError as raised:
         if fault is None or fault[0] != "forward":
             raise
@@ -213,22 +234,17 @@ def _job(
     result: dict[str, Any] = {
         "tokens": tokens,
         "error": error,
-        "metrics": {m.name.removeprefix("vllm:"): m.value for m in llm.get_metrics() if hasattr(m, "value")},
+        "metrics": {name.removeprefix("vllm:"): value for name, value in metrics_of(llm).items()},
         "layers": _layers(llm),
         "wrapped": _wrapped_methods(llm),
         "own_writes": own_writes[0],
         "session": None,
     }
     for session in nwor_ops.vllm.sessions():
-        result["session"] = {
-            "mode": session.mode,
-            "stats": session.stats().as_dict(),
-            "audit": audit.summary() if (audit := cache_audit(session)) else None,
-            "vanilla_steps": dict(session.vanilla_steps),
+        result["session"] = engine_child.describe_session(session) | {
             "vllm_states": [found.summary() for found in session.listeners if isinstance(found, VllmStateAudit)],
             "groups": sorted({layer.group for layer in session.layers.values()}),
             "layers": {name: layer.fused for name, layer in session.layers.items()},
-            "describe": session.describe(),
             "copied_rows": [counted.as_dict() for counted in copied_rows],
         }
     return result
@@ -244,7 +260,7 @@ def ranks_job(requests: list[list[int]], arguments: dict[str, Any]) -> dict[str,
     import nwor_ops
 
     llm = LLM(**(ENGINE | {"model": model_folder(**SMALL)} | arguments))
-    _run_requests(llm, requests, [_sampling(index, 0.0, 12) for index in range(len(requests))], {})
+    run_requests(llm, requests, 12)
     workers, until = llm.collective_rpc(describe_worker), time.monotonic() + 20
     drafted = workers[0]["sessions"][0]["stats"]["drafted"]
     while nwor_ops.stats().drafted < drafted and time.monotonic() < until:
@@ -263,17 +279,14 @@ def _detached_job(requests: list[list[int]], environment: dict[str, str]) -> dic
         from vllm import LLM
 
         import nwor_ops.vllm
-        from nwor_ops.vllm.metrics.publisher import PERIOD
 
         llm = LLM(**(ENGINE | {"model": model_folder()}))
-        sampling = [_sampling(index, 0.0, 40) for index in range(len(requests))]
-        tokens = _run_requests(llm, requests, sampling, {})
-        time.sleep(2 * PERIOD)
-        _run_requests(llm, requests[:1], [_sampling(0, 0.0, 1)], {})  # its output brings the last counts
+        tokens = run_requests(llm, requests, 40)
+        receive_last_counts(llm)
         result = {
             "tokens": tokens,
             "stats": nwor_ops.stats().as_dict(),
-            "metrics": {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")},
+            "metrics": metrics_of(llm),
             "sessions": len(nwor_ops.vllm.sessions()),
         }
         llm.llm_engine.engine_core.shutdown()

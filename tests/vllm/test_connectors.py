@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from engine_checks import COW, STAGE, check_transaction
-from engine_child import drop_prefix_cache
-from engines import ENGINE, ENVIRONMENT, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
+from engine_child import describe_session, drop_prefix_cache
+from engines import ENGINE, ENVIRONMENT, SMALL, Engines, metrics_of, model_folder, prompts, run_requests, sampling
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from nwor_ops import LayerCache, Window
@@ -36,8 +36,7 @@ def _export_job(settings: dict[str, Any], requests: list[list[int]], max_tokens:
     llm = LLM(**settings)
     exports = export_connector.watch(llm)
     # Some end in the step in which their first drafts are verified, of which most are rejected.
-    sampling = [_sampling(index, 0.0, 2 + index % max_tokens) for index in range(len(requests))]
-    tokens = _run_requests(llm, requests, sampling, {})
+    tokens = run_requests(llm, requests, [2 + index % max_tokens for index in range(len(requests))])
     for _ in range(3):  # the worker hears of the last requests' end
         llm.llm_engine.step()
     return {**exports.summary(), "tokens": tokens, "session": _session()}
@@ -45,17 +44,8 @@ def _export_job(settings: dict[str, Any], requests: list[list[int]], max_tokens:
 
 def _session() -> dict[str, Any] | None:
     import nwor_ops.vllm
-    from nwor_ops.vllm.audit.engine import cache_audit
 
-    for session in nwor_ops.vllm.sessions():
-        return {
-            "mode": session.mode,
-            "stats": session.stats().as_dict(),
-            "audit": cache_audit(session).summary(),
-            "vanilla_steps": dict(session.vanilla_steps),
-            "others_write": cache_audit(session).others_write,
-        }
-    return None
+    return next(map(describe_session, nwor_ops.vllm.sessions()), None)
 
 
 def _exports(engines: Engines, nwor: dict[str, Any], **arguments: Any) -> Any:
@@ -97,7 +87,7 @@ def _serve(llm: Any, requests: list[list[int]], number: int) -> list[list[int]]:
         index, early = divmod(step, 3)
         if not early and index < len(requests):
             name, tokens = f"{number}-{index}", {"prompt_token_ids": requests[index]}
-            engine.add_request(name, tokens, _sampling(index, 0.0, 24))
+            engine.add_request(name, tokens, sampling(index, 0.0, 24))
         done |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step() if output.finished}
         step += 1
     return [done[f"{number}-{index}"] for index in range(len(requests))]
@@ -113,8 +103,8 @@ def _load_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, 
         if number:
             drop_prefix_cache(llm)
         rounds.append(_serve(llm, requests, number))
-    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    return {"tokens": rounds, "loaded": metrics["vllm:external_prefix_cache_hits"], "session": _session()}
+    loaded = metrics_of(llm)["vllm:external_prefix_cache_hits"]
+    return {"tokens": rounds, "loaded": loaded, "session": _session()}
 
 
 SIMPLE = {

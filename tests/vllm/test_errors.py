@@ -11,7 +11,6 @@ import gc
 import logging
 import os
 import re
-import time
 from collections import Counter
 from typing import Any
 
@@ -21,11 +20,11 @@ from engines import (
     ENVIRONMENT,
     SMALL,
     Engines,
-    _run_requests,
-    _sampling,
     forward_fault,
     model_folder,
     prompts,
+    receive_last_counts,
+    run_requests,
 )
 from planted_errors import Fault, Lines, Planted
 
@@ -66,21 +65,18 @@ def _job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
     import nwor_ops
     from nwor_ops.vllm.audit.engine import cache_audit
     from nwor_ops.vllm.metrics import relay
-    from nwor_ops.vllm.metrics.publisher import PERIOD
     from nwor_ops.vllm.transaction.session import Step
 
     llm = LLM(**settings)
     lines = Lines()
     logging.getLogger("vllm").addHandler(lines)
     [session] = nwor_ops.vllm.sessions()
-    sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
     planted = Planted(_faults(session.mode))
-    rounds = [_run_requests(llm, requests, sampling, {})]
+    rounds = [run_requests(llm, requests, MAX_TOKENS)]
     planted.remove()
     during, vanilla_steps = session.stats(), dict(session.vanilla_steps)
-    rounds.append(_run_requests(llm, requests, sampling, {}))
-    time.sleep(2 * PERIOD)
-    _run_requests(llm, requests[:1], [_sampling(0, 0.0, 1)], {})  # its output brings the last counts
+    rounds.append(run_requests(llm, requests, MAX_TOKENS))
+    receive_last_counts(llm)
     [received] = relay._received.values()
     exact = nwor_ops.stats()
     alive = planted.alive()  # collects garbage
@@ -147,9 +143,8 @@ def _failing_job(settings: dict[str, Any], requests: list[list[int]], stays_open
     if stays_open:
         faults.append(Fault(DraftCommitManager, "abandon", 1, ""))
     Planted(faults)
-    sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
     try:
-        _run_requests(llm, requests, sampling, {})
+        run_requests(llm, requests, MAX_TOKENS)
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -175,11 +170,11 @@ def test_engine_stops_on_request_or_if_unsafe(engines: Engines) -> None:
 # ---------------------------------------------------------------- after a step of vLLM that failed
 
 
-def _error_of_a_run(llm: Any, requests: list[list[int]], sampling: list[Any]) -> str:
+def _error_of_a_run(llm: Any, requests: list[list[int]]) -> str:
     """Return the error of a step of vLLM, and abort all requests: vLLM does not repeat a step that failed."""
     error = ""
     try:
-        _run_requests(llm, requests, sampling, {})
+        run_requests(llm, requests, MAX_TOKENS)
     except RuntimeError as raised:
         error = str(raised)
     llm.llm_engine.abort_request([str(index) for index in range(len(requests))])
@@ -207,14 +202,13 @@ def _interrupted_job(settings: dict[str, Any], requests: list[list[int]]) -> dic
     llm = LLM(**settings)
     lines = Lines()
     logging.getLogger("vllm").addHandler(lines)
-    sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
     forward = forward_fault(llm, 12)
     planted = Planted([Fault(DraftCommitManager, "cancel", 1, CANCEL)])
-    error = _error_of_a_run(llm, requests, sampling)
+    error = _error_of_a_run(llm, requests)
     planted.remove()
     forward.remove()
     during = _counts()
-    tokens = _run_requests(llm, requests, sampling, {})
+    tokens = run_requests(llm, requests, MAX_TOKENS)
     return {
         "error": error,
         "planted": dict(planted.counts),

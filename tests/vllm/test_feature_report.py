@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import ENGINE, ENVIRONMENT, SMALL, Engines, _sampling, _wrapped_methods, model_folder, prompts
+from engines import ENGINE, ENVIRONMENT, SMALL, Engines, _wrapped_methods, model_folder, prompts, sampling
 
 from nwor_ops.cli.bench import FEATURES, BenchOptions
 from nwor_ops.cli.bench_report import OURS
@@ -37,7 +37,7 @@ def _report_job(variables: dict[str, str], arguments: dict[str, Any], workers_wi
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     llm = LLM(**(ENGINE | {"model": model_folder(**SMALL)} | arguments))
     logging.getLogger("vllm").addHandler(handler)
-    llm.generate([{"prompt_token_ids": prompts(1)[0]}], _sampling(0, 0.0, 8), use_tqdm=False)
+    llm.generate([{"prompt_token_ids": prompts(1)[0]}], sampling(0, 0.0, 8), use_tqdm=False)
     samples = [sample for family in REGISTRY.collect() for sample in family.samples]
     result = {
         "states": [{name: sample.labels[name] for name in STATES} for sample in samples if sample.name == "nwor_info"],

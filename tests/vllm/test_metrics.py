@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import time
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -22,7 +21,18 @@ from counted_session import (
     positive,
     step_output,
 )
-from engines import ENGINE, ENVIRONMENT, NGRAM, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
+from engines import (
+    ENGINE,
+    ENVIRONMENT,
+    NGRAM,
+    SMALL,
+    Engines,
+    metrics_of,
+    model_folder,
+    prompts,
+    receive_last_counts,
+    run_requests,
+)
 from prometheus_client import REGISTRY
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
@@ -52,13 +62,12 @@ def _llm_job(variables: dict[str, str], arguments: dict[str, Any]) -> dict[str, 
     stats = []
     for abort in ({5: ["1"], 9: ["2", "3"], 20: ["6"]}, {}):
         requests = prompts(8, seed=len(stats))
-        _run_requests(llm, requests, [_sampling(index, 0.0, 80) for index in range(len(requests))], abort)
-        time.sleep(2 * worker.PERIOD)
-        _run_requests(llm, requests[:1], [_sampling(0, 0.0, 1)], {})  # its output brings the last counts
+        run_requests(llm, requests, 80, abort=abort)
+        receive_last_counts(llm)
         stats.append(nwor_ops.stats().as_dict())
     return {
         "stats": stats,
-        "metrics": {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")},
+        "metrics": metrics_of(llm),
         "exported": {sample.name: sample.value for family in REGISTRY.collect() for sample in family.samples
                      if family.name.startswith("nwor_")},
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Run README's commands over HTTP. vLLM's CPU engine has only the transaction; tests/gpu/vllm runs all three."""
+"""Run README's commands over HTTP. vLLM's CPU engine has only the transaction; tests/gpu/vllm runs all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from engines import ENVIRONMENT, Engines, _run_requests, _sampling
+from engines import ENVIRONMENT, Engines, run_requests
 from readme_serve import AT_ONCE, MAX_TOKENS, Server, at_once, differing, one_by_one, prompts, readme_commands, running
 from tiny_models import write_served_llama
 
@@ -22,9 +22,9 @@ PATIENCE_SECONDS = 900.0  # it compiles, on a machine that tests share
 
 
 def test_the_readme_starts_each_feature_once() -> None:
-    assert set(COMMANDS) == {"draft_graphs", "recurrent", "mode"}
     assert {name: command.environment for name, command in COMMANDS.items()} == {
         "draft_graphs": {"VLLM_NWOR_DRAFT_GRAPHS": "1"},
+        "draft_vocabulary": {"VLLM_NWOR_DRAFT_VOCABULARY": "32768"},
         "recurrent": {"VLLM_NWOR_RECURRENT": "1"},
         "mode": {"VLLM_NWOR_MODE": "cow"},
     }
@@ -46,8 +46,7 @@ def vanilla_answers(words: list[str], asked: list[list[int]]) -> dict[str, list[
     arguments.model = arguments.model_tag
     settings = EngineArgs.from_cli_args(arguments)
     llm = SimpleNamespace(llm_engine=LLMEngine.from_engine_args(settings, UsageContext.OPENAI_API_SERVER))
-    sampling = _sampling(0, 0.0, MAX_TOKENS)
-    return {"tokens": [_run_requests(llm, [prompt], [sampling], {})[0] for prompt in asked]}
+    return {"tokens": [run_requests(llm, [prompt], MAX_TOKENS)[0] for prompt in asked]}
 
 
 @pytest.mark.long
