@@ -7,6 +7,9 @@ The target is SmolLM2-135M-Instruct. The drafter is the same model without two o
 requests of a kind run at once, with K = 4. The second side drafts from a quarter of the vocabulary, a set that starts
 with the first ids and follows the traffic.
 
+A draft is accepted if it and the drafts before it equal the target's tokens. So the drafter's hidden states of accepted
+drafts are those of the target's text, and one pass over the text gives all of them.
+
 `acceptance/KIND/whole` and `.../quarter` are the shares of drafts that the target accepts, `ratio/KIND` is their
 quotient, and `coverage` the share of the target's tokens that were in the set.
 """
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 from results import Row, asked_folder, row, save
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nwor_ops import DraftVocabulary
 from nwor_ops.testing.real_model import PROMPTS, gguf_file, write_model
@@ -36,12 +39,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as models, torch.inference_mode():
         target = load(write_model(pathlib.Path(models) / "target", gguf))
         drafter = load(write_model(pathlib.Path(models) / "drafter", gguf, DROPPED_LAYERS))
-        tokenizer = AutoTokenizer.from_pretrained(pathlib.Path(models) / "target")
-        vocabulary = DraftVocabulary(drafter.lm_head.weight.detach(), drafter.config.vocab_size // 4)
+        tokenizer = AutoTokenizer.from_pretrained(pathlib.Path(models) / "target", padding_side="left")
+        head = drafter.lm_head.weight.detach()
+        vocabulary = DraftVocabulary(head, len(head) // 4)
         rows: list[Row] = []
         for kind, prompts in PROMPTS.items():
-            texts = [generate(target, tokenizer, prompt) for prompt in prompts]
-            whole, quarter = (acceptance(drafter, texts, subset) for subset in (None, vocabulary))
+            texts = [(*text, hidden_states(drafter, *text)) for text in generate(target, tokenizer, prompts)]
+            whole, quarter = (acceptance(texts, head, subset) for subset in (None, vocabulary))
             rows += [
                 row(f"acceptance/{kind}/whole", [whole], "share", "higher"),
                 row(f"acceptance/{kind}/quarter", [quarter], "share", "higher"),
@@ -55,17 +59,30 @@ def load(folder: pathlib.Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def generate(target: Any, tokenizer: Any, prompt: str) -> tuple[Tensor, Tensor]:
-    """Return the tokens of a chat with this prompt, and those that the target answers."""
-    chat = [{"role": "user", "content": prompt}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    tokens = target.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)[0]
-    return tokens.split([inputs["input_ids"].shape[1], len(tokens) - inputs["input_ids"].shape[1]])
+def hidden_states(drafter: Any, prompt: Tensor, answer: Tensor) -> Tensor:
+    tokens = torch.cat([prompt, answer]).unsqueeze(0)
+    return drafter.model(tokens).last_hidden_state[0, len(prompt) :]
 
 
-def acceptance(drafter: Any, texts: list[tuple[Tensor, Tensor]], vocabulary: DraftVocabulary | None) -> float:
+def generate(target: Any, tokenizer: Any, prompts: list[str]) -> list[tuple[Tensor, Tensor]]:
+    """Return the tokens of chats with these prompts, and those that the target answers."""
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    length, end = inputs["input_ids"].shape[1], target.generation_config.eos_token_id
+    outputs = target.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+    texts = []
+    for output, mask in zip(outputs, inputs["attention_mask"], strict=True):
+        ends = (output[length:] == end).nonzero()
+        stop = length + int(ends[0]) + 1 if len(ends) else len(output)
+        texts.append((output[:length][mask.bool()], output[length:stop]))
+    return texts
+
+
+def acceptance(texts: list[tuple[Tensor, Tensor, Tensor]], head: Tensor, vocabulary: DraftVocabulary | None) -> float:
     drafted = accepted = 0
-    requests = [request(drafter, *text, vocabulary) for text in texts]
+    requests = [request(*text, head, vocabulary) for text in texts]
     while requests:
         for running in list(requests):
             step = next(running, None)
@@ -77,26 +94,24 @@ def acceptance(drafter: Any, texts: list[tuple[Tensor, Tensor]], vocabulary: Dra
 
 
 def request(
-    drafter: Any, prompt: Tensor, answer: Tensor, vocabulary: DraftVocabulary | None
+    prompt: Tensor, answer: Tensor, hidden: Tensor, head: Tensor, vocabulary: DraftVocabulary | None
 ) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of drafts and of accepted ones, for each step. The answer is what the target samples."""
-    cache, context, done = DynamicCache(), prompt, 1  # the prompt's step samples the first token
-    sampled = answer[:1]
-    while done < len(answer):
+    """Yield the numbers of drafts and of accepted ones, for each step.
+
+    Args:
+        answer: [T]: what the target samples.
+        hidden: [T, H]: row t is the drafter's hidden state of token t of the answer.
+    """
+    sampled, done = answer[:1], 0
+    while done < len(answer) - 1:
         if vocabulary is not None:
-            vocabulary.update(sampled, prompt if done == 1 else None)
-        context, drafts = torch.cat([context, sampled]), []
-        tokens = context[cache.get_seq_length() :]
-        for _ in range(min(DRAFTS, len(answer) - done)):
-            hidden = drafter.model(tokens.unsqueeze(0), past_key_values=cache).last_hidden_state[0, -1:]
-            tokens = drafter.lm_head(hidden).argmax(-1) if vocabulary is None else vocabulary.draft(hidden)
-            drafts.append(int(tokens))
-        if rejected := cache.get_seq_length() - len(context):  # drop the drafts
-            cache.crop(-rejected)
-        wanted = answer[done : done + len(drafts)].tolist()
-        kept = next((i for i, pair in enumerate(zip(drafts, wanted, strict=True)) if pair[0] != pair[1]), len(drafts))
+            vocabulary.update(sampled, prompt if done == 0 else None)
+        states = hidden[done : min(done + DRAFTS, len(answer) - 1)]
+        drafts = (states @ head.T).argmax(-1) if vocabulary is None else vocabulary.draft(states)
+        equal = drafts == answer[done + 1 : done + 1 + len(drafts)]
+        kept = int(equal.cumprod(0).sum())
         yield len(drafts), kept
-        sampled = answer[done : done + kept + 1]
+        sampled = answer[done + 1 : done + kept + 2]
         done += len(sampled)
 
 
