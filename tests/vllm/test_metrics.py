@@ -165,13 +165,15 @@ def test_random_steps_reach_the_front_end(seed: int, registry: Any, monkeypatch:
 
     steps = 0
     for _ in range(60):
-        match draw(6):
+        match draw(7):
             case 0 if late:
-                Arrival.over = [event for event, _ in list(publisher._copies)[: draw(3)]]
+                Arrival.over = [publisher._copy[0]] if publisher._copy is not None else []
             case 1:
                 publisher.attach(SimpleNamespace(req_ids=[]))
             case 2:
                 publisher.attach(None)
+            case 3:
+                publisher.rest()
             case _:
                 session.step()
                 steps += 1
@@ -181,7 +183,8 @@ def test_random_steps_reach_the_front_end(seed: int, registry: Any, monkeypatch:
         worker.publishers[publisher] = publisher  # type: ignore[index]
         assert relay.totals().windows == steps
         worker.publishers.clear()
-    Arrival.over = [event for event, _ in publisher._copies]
+    publisher.rest()  # the engine is idle, and then serves a request without drafts
+    Arrival.over = [publisher._copy[0]] if publisher._copy is not None else []
     run_step("")
     expected = {"nwor_windows_total": steps, "nwor_draft_tokens_total": 3 * steps, "nwor_committed_tokens_total": steps,
                 "nwor_rejected_tokens_total": 2 * steps, "nwor_host_seconds_total": steps / 2}  # fmt: skip
@@ -217,18 +220,23 @@ def test_engines_are_added_up(registry: Any) -> None:
 
 
 def test_few_outputs_have_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with news, ten times a second."""
+    """Those with news, once per period. Between them nothing is copied."""
     session, now = CountedSession(), 100.0
     publisher = session.publisher()
     monkeypatch.setattr(worker, "PERIOD", 0.1)
     monkeypatch.setattr(worker.time, "monotonic", lambda: now)
-    for steps, seconds, sent in ((0, 0.0, True), (1, 0.09, False), (0, 0.02, True), (0, 0.2, False), (1, 0.0, True)):
+    copies: list[None] = []
+    start_copy = publisher._start_copy
+    monkeypatch.setattr(publisher, "_start_copy", lambda: [copies.append(None), start_copy()])
+    events = ((0, 0.0, True), (1, 0.09, False), (0, 0.02, True), (0, 0.2, False), (1, 0.01, False), (0, 0.1, True))
+    for steps, seconds, sent in events:
         now += seconds
         for _ in range(steps):
             session.step()
         output = step_output()
         publisher.attach(output)
         assert hasattr(output, worker.MESSAGE) is sent
+    assert len(copies) == 4
     output = step_output()
     session.publisher(sends=False).attach(output)
     assert not hasattr(output, worker.MESSAGE)

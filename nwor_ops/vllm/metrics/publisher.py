@@ -1,9 +1,9 @@
 """Send the counts of an engine from its worker to the engine core.
 
-vLLM carries the output of each step from the worker that samples to the engine core. At most ten times a second a
-:class:`Publisher` puts the increments since its last message on this output. The counters of a kernel are copied to
-pinned memory after each step, and are read when a later step finds that the copy has arrived. Nothing waits for the
-device.
+vLLM carries the output of each step from the worker that samples to the engine core. At most twice a second a
+:class:`Publisher` puts the increments since its last message on this output. When a message is due, the counters of
+kernels are copied to pinned memory. The message leaves with the first output that finds the copy complete. Nothing
+waits for the device.
 
 A feature adds its counters when the engine's cache is bound. Each name is a key of ``METRICS``, and a field of
 :class:`nwor_ops.EngineStats`::
@@ -20,7 +20,7 @@ import json
 import secrets
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -33,7 +33,7 @@ from nwor_ops.vllm.metrics.names import by_reason
 
 MESSAGE = "_nwor_message"  # attribute of a ModelRunnerOutput
 _OUTPUT = ("model_runner_output", "_model_runner_output")  # with async scheduling: where the ModelRunnerOutput is
-PERIOD = 0.1  # seconds between two messages
+PERIOD = 0.5  # seconds between two messages, and between two copies of the counters
 _patches = Patches("publisher")
 
 publishers: weakref.WeakKeyDictionary[Any, Publisher] = weakref.WeakKeyDictionary()  # by runner
@@ -101,7 +101,8 @@ class Publisher:
         self._labels = [str(vllm_config.model_config.served_model_name), engine]
         self._report, self._sends = report, sends
         self._sources: list[_Source] = []
-        self._copies: deque[tuple[Any, list[tuple[_Source, Tensor]]]] = deque()  # with the event of their arrival
+        self._copy: tuple[Any, list[tuple[_Source, Tensor]]] | None = None  # with the event of its arrival
+        self._is_copied = True  # whether a copy was started after the last output
         self._ended: Counter[str] = Counter()  # counts of owners that no longer exist
         self._reported = False
         self._next = 0.0  # time of the next message
@@ -129,7 +130,7 @@ class Publisher:
         for source, counts in zip(self._sources, totals, strict=True):
             source.warm_up.update(counts)
             source.sent.clear()
-        self._copies.clear()
+        self._copy = None
         self._reported, self._next = False, 0.0
 
     def totals(self) -> Counter[str]:
@@ -137,32 +138,51 @@ class Publisher:
         return sum_of([self._ended, *(source.totals(exact=True) for source in self._sources)])
 
     def attach(self, output: Any) -> None:
-        """Put the increments since the last message on the output of a step. Never raises.
+        """Put the increments since the last message on the output of a step, if a message is due. Never raises.
 
         An output without requests stays as it is, since it may be a shared constant of vLLM.
         """
         with self.errors.survived("sending counters failed"):
             for name in _OUTPUT:
                 output = getattr(output, name, output)
-            if self._sends and getattr(output, "req_ids", None):
-                self._copy()
-                now = time.monotonic()
-                if now >= self._next and (message := self._message()):
+            if not self._sends or not getattr(output, "req_ids", None):
+                return
+            self._is_copied, now = False, time.monotonic()
+            if now < self._next:
+                return
+            if self._copy is None:
+                self._start_copy()
+            if self._copy_arrived():
+                self._next = now + PERIOD
+                if message := self._message():
                     setattr(output, MESSAGE, json.dumps(message))
-                    self._reported, self._next = True, now + PERIOD
+                    self._reported = True
 
-    def _copy(self) -> None:
-        """Start to copy the counters of this step, and read the copies that have arrived."""
+    def rest(self) -> None:
+        """Copy the counters of the last step, so that the next output brings all counts: no request is scheduled."""
+        with self.errors.survived("sending counters failed"):
+            if self._sends and not self._is_copied:
+                self._start_copy()
+
+    def _start_copy(self) -> None:
         sources = [(source, counters) for source in self._sources if (counters := source.counters()) is not None]
         copies = [(source, counters.to("cpu", non_blocking=True, copy=True)) for source, counters in sources]
         event = None
         if any(counters.is_cuda for _, counters in sources):
             event = torch.cuda.Event()
             event.record()
-        self._copies.append((event, copies))
-        while self._copies and (self._copies[0][0] is None or self._copies[0][0].query()):
-            for source, copy in self._copies.popleft()[1]:
-                source.values = copy.tolist()
+        self._copy, self._is_copied = (event, copies), True
+
+    def _copy_arrived(self) -> bool:
+        """Return whether the copy has arrived. If so, read it."""
+        assert self._copy is not None
+        event, copies = self._copy
+        if event is not None and not event.query():
+            return False
+        self._copy = None
+        for source, copy in copies:
+            source.values = copy.tolist()
+        return True
 
     def _message(self) -> dict[str, Any]:
         """Return the next message, empty if nothing changed. The first one has every count, and the report."""
@@ -217,9 +237,9 @@ def forget(runner: Any) -> None:
 
 
 def patch_runner_class(runner_class: Any) -> None:
-    """Patch a ``GPUModelRunner`` so that the publisher of each runner gets the output of each step that sampled."""
+    """Patch a ``GPUModelRunner``: its publisher gets the output of each step that sampled, and each empty step."""
 
-    def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
+    def attaching(original: Callable[..., Any]) -> Callable[..., Any]:
         def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
             output = original(self, *args, **kwargs)
             publisher = publishers.get(self)
@@ -229,4 +249,14 @@ def patch_runner_class(runner_class: Any) -> None:
 
         return sample_tokens
 
-    _patches.put_once(runner_class, "sample_tokens", decorator)
+    def resting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(self, scheduler_output, *args, **kwargs)
+            if scheduler_output.total_num_scheduled_tokens == 0 and self in publishers:
+                publishers[self].rest()
+            return output
+
+        return execute_model
+
+    _patches.put_once(runner_class, "sample_tokens", attaching)
+    _patches.put_once(runner_class, "execute_model", resting)
