@@ -170,7 +170,7 @@ def stats() -> EngineStats:
     An engine core in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) is read directly. Its numbers are exact, and
     the call synchronizes with the device.
 
-    An engine core in another process sends its numbers with the outputs of its steps, at most ten times a second. The
+    An engine core in another process sends its numbers with the outputs of its steps, at most twice a second. The
     numbers of the last steps arrive with the next request. They stay after that process has ended. With
     ``emit_metrics`` off such engines are not counted.
 

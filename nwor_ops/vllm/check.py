@@ -16,11 +16,11 @@ from nwor_ops.config import NworConfig
 from nwor_ops.vllm.draft_graphs.supported import check_graph_mode
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.hooks import check_library
-from nwor_ops.vllm.support.features import DRAFT_GRAPHS, NO_SPECULATION, RECURRENT
+from nwor_ops.vllm.support.features import DRAFT_GRAPHS, DRAFT_VOCABULARY, NO_SPECULATION, RECURRENT
 from nwor_ops.vllm.support.refusals import Check, Unsupported
 
 COW, STAGE = "cow", "stage"
-FEATURES = (COW, STAGE, DRAFT_GRAPHS, RECURRENT)
+FEATURES = (COW, STAGE, DRAFT_GRAPHS, RECURRENT, DRAFT_VOCABULARY)
 _LAYERS = ("the attention back end of each layer, whose writer is tried on a scratch page", "the drafter's layers")
 # Only a start can find these out, by feature.
 _AT_START = {
@@ -37,6 +37,7 @@ _AT_START = {
         "a capture size that holds a decode batch",
     ),
     RECURRENT: ("every recurrent layer must have the known class",),
+    DRAFT_VOCABULARY: ("the class of the drafter and its output head",),
 }
 
 
@@ -170,7 +171,8 @@ def look(arguments: Sequence[str]) -> Preview:
         "on_unsupported": settings.on_unsupported,
     }
     switched_on = {COW: settings.mode == COW, STAGE: settings.mode == STAGE,
-                   DRAFT_GRAPHS: settings.draft_graphs, RECURRENT: bool(settings.recurrent)}  # fmt: skip
+                   DRAFT_GRAPHS: settings.draft_graphs, RECURRENT: bool(settings.recurrent),
+                   DRAFT_VOCABULARY: settings.draft_vocabulary > 0}  # fmt: skip
     predictions = []
     for feature in FEATURES:
         if speculation is None and feature != RECURRENT:
@@ -204,6 +206,10 @@ def _checks_of(feature: str, vllm_config: Any) -> Iterable[Check]:
 
         yield from plugin.checks_of(vllm_config, device_type)
         yield lambda: check_graph_mode(vllm_config.compilation_config.cudagraph_mode)
+    elif feature == DRAFT_VOCABULARY:
+        from nwor_ops.vllm.draft_vocabulary.plugin import check_config
+
+        yield lambda: check_config(vllm_config, device_type)
     else:
         from nwor_ops.vllm.transaction.runners.v1 import V1
         from nwor_ops.vllm.transaction.runners.v2 import V2

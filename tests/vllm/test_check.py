@@ -43,14 +43,25 @@ def predictions(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {prediction["feature"]: prediction for prediction in found["features"]}
 
 
-def test_refusal_equals_start_up_and_names_argument(engines: Engines) -> None:
+@pytest.mark.parametrize(
+    ("setting", "value", "feature", "request_", "change"),
+    [
+        ("mode", "cow", "cow", "mode cow", "--kv-transfer-config"),
+        ("draft_vocabulary", 512, "draft vocabulary", "a draft vocabulary", None),
+    ],
+)
+def test_refusal_equals_start_up_and_names_argument(
+    engines: Engines, setting: str, value: Any, feature: str, request_: str, change: str | None
+) -> None:
     arguments = [model_folder(), *ARGUMENTS, *SPECULATION, "--kv-transfer-config", json.dumps(CONNECTOR)]
-    found = engines.submit(looked, arguments, {"VLLM_NWOR_MODE": "cow"}).result()
+    found = engines.submit(looked, arguments, {f"VLLM_NWOR_{setting.upper()}": str(value)}).result()
     assert found["exit_code"] == Outcome.REFUSED
-    [reason] = predictions(found)["cow"]["reasons"]
-    assert reason["change"] == "--kv-transfer-config"
-    with pytest.raises(RuntimeError, match=re.escape(f"nwor: {reason['why']} (mode cow was asked for")):
-        engines.run(prompts(1), nwor={"mode": "cow"}, kv_transfer_config=CONNECTOR)
+    assert [name for name, prediction in predictions(found).items() if prediction["switched_on"]] == [feature]
+    reasons = predictions(found)[feature]["reasons"]
+    assert change is None or [reason["change"] for reason in reasons] == [change]
+    why = "; ".join(reason["why"] for reason in reasons)
+    with pytest.raises(RuntimeError, match=re.escape(f"nwor: {why} ({request_} was asked for")):
+        engines.run(prompts(1), nwor={setting: value}, kv_transfer_config=CONNECTOR)
 
 
 def test_only_recurrent_works_without_speculation(engines: Engines) -> None:
