@@ -562,12 +562,8 @@ def test_invalid_windows_are_refused_before_anything_changes(replaced, error, se
 VERIFIES = [
     ({"q": None}, TypeError, "verify: q must be a tensor, got None"),
     ({"v": 3}, TypeError, "verify: v must be a tensor, got 3"),
-    ({"q": torch.tensor(1.0)}, ValueError, "gated_delta_verify: q must be"),
     ({"k": torch.zeros(3, 1, 32, dtype=torch.bfloat16)}, ValueError, "gated_delta_verify: k must be"),
-    ({"a": torch.zeros(3, 3)}, ValueError, "gated_delta_verify: a must be"),
     ({"b": torch.zeros(3, 2, dtype=torch.int32)}, TypeError, "gated_delta_verify: b must have dtype"),
-    ({"gate": torch.zeros(3, 2, 64, dtype=torch.bfloat16)}, ValueError, "gated_delta_verify: "),
-    ({"gate_activation": "relu"}, ValueError, "gated_delta_verify: gate_activation must be"),
     ({"out": torch.zeros(3, 2, 64)}, TypeError, "gated_delta_verify: "),
 ]
 
@@ -644,15 +640,8 @@ def replaced(name: str, change) -> tuple:
 
 
 CACHES = [
-    (lambda: new_cache(num_slots=0), ValueError, "RecurrentCache.new: num_slots must be at least 1, got 0"),
-    (lambda: new_cache(key_size=1.5), TypeError, "RecurrentCache.new: key_size must be an integer"),
-    (lambda: new_cache(state_dtype=torch.float16), TypeError,
-     "RecurrentCache.new: state_dtype must be torch.float32 or torch.bfloat16, got torch.float16"),
-    (lambda: new_cache(dtype=torch.int8), TypeError, "RecurrentCache.new: dtype must be torch.bfloat16 or"),
-    (lambda: new_cache(dtype="bf16"), TypeError, "RecurrentCache.new: dtype must be a torch.dtype, got 'bf16'"),
     (lambda: new_cache(max_window=33), ValueError, "RecurrentCache.new: max_window must be at most 32, got 33"),
     (lambda: new_cache(num_key_heads=3), ValueError, "RecurrentCache: state must have a multiple of the 3 key heads"),
-    (lambda: new_cache(per_channel=1), TypeError, "RecurrentCache.new: per_channel must be True or False"),
     (lambda: RecurrentCache(*replaced("state", lambda t: t.half())), TypeError,
      "RecurrentCache: state must have dtype"),
     (lambda: RecurrentCache(*replaced("state", lambda t: t.transpose(2, 3))), ValueError,
@@ -667,14 +656,12 @@ CACHES = [
     (lambda: RecurrentCache(*replaced("record_updates", lambda t: t.bfloat16())), TypeError,
      "RecurrentCache: record_updates must have dtype torch.float32"),
     (lambda: RecurrentCache(*replaced("record_updates", lambda t: t[:, :2])), ValueError, "record_updates must be"),
-    (lambda: RecurrentStates(max_num_requests=0, device="cpu"), ValueError,
-     "RecurrentStates: max_num_requests must be at least 1"),
-    (lambda: RecurrentStates(max_num_requests=1, device="nowhere"), ValueError, "RecurrentStates: device must be"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "error", "sentence"), CACHES)
 def test_invalid_caches(make, error, sentence):
+    """test_bad_classes.py passes wrong types and numbers."""
     with pytest.raises(error, match=sentence):
         make()
 
@@ -729,6 +716,8 @@ def test_other_strides_take_another_launch():
 
 def sharing(what: str) -> dict[str, RecurrentCache]:
     a, b = new_cache(), new_cache()
+    if what == "one cache":
+        return {"a": a, "b": a}
     if what == "records":
         return {"a": a, "b": RecurrentCache(b.state, *a.records)}
     if what == "states of two geometries":
@@ -745,6 +734,7 @@ def sharing(what: str) -> dict[str, RecurrentCache]:
 
 
 SHARED = {
+    "one cache": r"\w+ of 'a' and \w+ of 'b'",
     "records": "record_(keys|norms|decays|updates) of 'a' and record_(keys|norms|decays|updates) of 'b'",
     "states of two geometries": "state of 'a' and state of 'b'",
     "a state and another's record": "state of 'a' and record_updates of 'b'",
@@ -760,11 +750,3 @@ def test_layers_that_share_memory_are_refused(what):
     with pytest.raises(ValueError, match=f"^allocate: {SHARED[what]} must not share memory"):
         states.allocate()
     assert states.state is State.REGISTERING
-
-
-def test_a_cache_that_is_registered_twice_is_refused():
-    states, cache = new_states(), new_cache()
-    states.register_layer("a", cache)
-    states.register_layer("b", cache)
-    with pytest.raises(ValueError, match=r"^allocate: \w+ of 'a' and \w+ of 'b' must not share memory"):
-        states.allocate()

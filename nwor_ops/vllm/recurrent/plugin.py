@@ -197,24 +197,13 @@ class RecurrentEngine:
             for builder in self.builders:
                 builder.fold_first_rows(places)
 
-    @property
-    def requests_before(self) -> int:
-        """About how many requests of ``max_model_len`` tokens fit with vLLM's states and pages.
-
-        This assumes pages like ours without the record. vLLM may pad its pages differently. ``nwor-ops check`` asks
-        vLLM for the number.
-        """
-        blocks = self.num_blocks * self._page_bytes // (self._page_bytes - self._record_bytes)
-        return blocks // self.blocks_before
-
     def describe(self) -> str:
         now, before = self.blocks_per_request, self.blocks_before
         record = f"chunks of {self._chunk} tokens and a record of" if self._chunk else "a record of"
         return (
             f"{self.num_layers} layers with 1 state per request (vLLM: {self.states_before}) and {record} "
             f"{self._record_bytes / 2**10:.1f} KiB ({100 * self._record_bytes / self._page_bytes:.1f}% of a page); a "
-            f"request of {self.max_model_len} tokens has {now} blocks ({before}), {self.num_blocks // now} of them fit "
-            f"(about {self.requests_before})"
+            f"request of {self.max_model_len} tokens has {now} blocks ({before}), {self.num_blocks // now} of them fit"
         )
 
 
