@@ -227,6 +227,8 @@ def _patch_runner_module(module: ModuleType) -> None:
         def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = initialize(self, *args, **kwargs)
             profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+            if self.device.type == "cpu":  # this runner overrides load_model
+                draft_vocabulary.prepare(self.vllm_config, _logger())
             if not profiling:
                 _start_metrics(self)
             recurrent.attach(self, _logger(), profiling)
