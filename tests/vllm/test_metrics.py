@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 from types import ModuleType, SimpleNamespace
@@ -240,6 +241,38 @@ def test_few_outputs_have_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     output = step_output()
     session.publisher(sends=False).attach(output)
     assert not hasattr(output, worker.MESSAGE)
+
+
+def test_empty_step_copies_last_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy that a message began may lack the last steps. The first output after a rest brings them all."""
+
+    class Served:
+        def execute_model(self, scheduler_output: Any) -> str:
+            return "executed"
+
+        def sample_tokens(self) -> Any:
+            session.step()
+            return step_output()
+
+    monkeypatch.setattr(torch.cuda, "Event", Arrival)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    session, runner = CountedSession(), Served()
+    worker.patch_runner_class(Served)
+    empty = SimpleNamespace(total_num_scheduled_tokens=0)
+    assert runner.execute_model(empty) == "executed"  # of an engine without a feature
+    publisher = worker.publishers[runner] = session.publisher()  # type: ignore[index]
+    Arrival.over = []
+    outputs = [runner.sample_tokens() for _ in range(3)]
+    first = publisher._copy
+    runner.execute_model(SimpleNamespace(total_num_scheduled_tokens=1))
+    assert publisher._copy is first
+    for _ in range(2):
+        assert runner.execute_model(empty) == "executed"
+        assert publisher._copy is not first
+        Arrival.over = Arrival.over or [publisher._copy[0]]  # the second empty step copies nothing
+    outputs.append(runner.sample_tokens())
+    assert [hasattr(output, worker.MESSAGE) for output in outputs] == [False, False, False, True]
+    assert json.loads(getattr(outputs[3], worker.MESSAGE))["counts"]["windows"] == 3
 
 
 def test_new_cache_publishes_once(monkeypatch: pytest.MonkeyPatch) -> None:
