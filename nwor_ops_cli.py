@@ -7,10 +7,7 @@ optional packages of ``nwor_ops[cli]``.
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib.util
-import io
-import os
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -49,22 +46,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 
 
 def main() -> None:
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the caller closed it
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a path may have letters that the encoding lacks
-    try:
-        try:
-            app(prog_name="nwor-ops")
-        finally:
-            sys.stdout.flush()
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest at its end
-        print(f"nwor-ops: the result cannot be written: {error}", file=sys.stderr)
-        sys.exit(1)
+    app(prog_name="nwor-ops")
 
 
 def _print_version(asked: bool) -> None:
@@ -101,10 +83,6 @@ def demo(
     mode: Annotated[
         Mode, typer.Option(help="cow: write drafts, undo rejected ones. stage: write drafts to shadow pages.")
     ] = "cow",
-    model: Annotated[
-        str | None, typer.Option(help="Your model (folder or name) for vLLM. Default: a random Llama.")
-    ] = None,
-    num_speculative_tokens: Annotated[int, typer.Option(min=1, max=31, help="Drafts per request and step.")] = 4,
     output: Annotated[pathlib.Path, typer.Option(help="Folder for the picture, results and logs.")] = pathlib.Path(
         "demo-output"
     ),
@@ -121,7 +99,7 @@ def demo(
     from nwor_ops.cli.demo import DemoOptions, run_demo
 
     with _reporting("demo", json) as report:
-        raise typer.Exit(run_demo(DemoOptions(output, mode, model, num_speculative_tokens), report))
+        raise typer.Exit(run_demo(DemoOptions(output, mode), report))
 
 
 @app.command()

@@ -42,10 +42,10 @@ class SwitchedEngine(DemoEngine):
 
 
 def measure(name: str, size: Size, rounds: int, folder: pathlib.Path) -> list[Row]:
-    from nwor_ops.cli.demo import DemoOptions, make_job
+    from nwor_ops.cli.demo import make_job
 
-    job = make_job(DemoOptions(output=folder), str(write_tiny_llama(folder / name, size=size)))
-    engine = EngineProcess(name, job, folder, engine_environment("cow", audit=False, offline=True), program=(__file__,))
+    job = make_job(str(write_tiny_llama(folder / name, size=size)))
+    engine = EngineProcess(name, job, folder, engine_environment("cow", audit=False), program=(__file__,))
     answers: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
     try:
         engine.wait_until_ready()

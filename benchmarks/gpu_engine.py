@@ -327,7 +327,7 @@ def launch(
     name: str, job: dict[str, Any], side: Side, folder: pathlib.Path, more: Mapping[str, str] | None = None
 ) -> EngineProcess:
     """Start an engine as a server runs it: the engine core is in a process that does nothing else."""
-    environment = engine_environment("off", audit=False, offline=True) | dict(side.settings) | dict(more or {})
+    environment = engine_environment("off", audit=False) | dict(side.settings) | dict(more or {})
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc takes a function
     if side.runner == "v1":

@@ -19,22 +19,21 @@ from typing import Any
 
 import torch
 
+from nwor_ops.cli import demo_library
 from nwor_ops.cli.demo_picture import draw_caches
-from nwor_ops.cli.report import BAD, GOOD, NOTE, Report, Stopped, check_model, make_folder
+from nwor_ops.cli.report import BAD, GOOD, Report, Stopped, make_folder
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
-from nwor_ops.testing.tiny_llama import write_tiny_llama
-from nwor_ops.testing.workload import MAX_RUNNING, text_requests, tiny_llama_requests
+from nwor_ops.testing.tiny_llama import MAX_TOKENS, write_tiny_llama
+from nwor_ops.testing.workload import MAX_RUNNING, tiny_llama_requests
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
 
 SIDES = ("vanilla", "nwor")
-MODEL_TOKENS, OUTPUT_TOKENS = 512, 64  # of a request, at most
-BLOCK_SIZE = 32
-BLOCKS = 64
+NUM_DRAFTS, OUTPUT_TOKENS = 4, 64  # of a request, at most
+BLOCK_SIZE, BLOCKS = 32, 64
 # Smaller than a prompt may be, so that prompts come in chunks together with other requests' drafts.
 BATCH_TOKENS = 64
 # The workload must have both accepted and rejected drafts.
 ACCEPTANCE = (0.2, 0.8)
-LOOP_MODES = ("eager", "step", "loop")
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ class DemoOptions:
 
     output: pathlib.Path
     mode: str = "cow"
-    model: str | None = None
-    num_speculative_tokens: int = 4
 
     @property
     def modes(self) -> dict[str, str]:
@@ -57,20 +54,16 @@ class DemoOptions:
 
 def run_demo(options: DemoOptions, report: Report) -> int:
     """Run the demo, print and write the results, and return the exit code. Raises Stopped."""
-    if options.model is not None:
-        check_model("--model", options.model)
     make_folder(options.output)
     started = time.monotonic()
+    library = run_library(report)
     try:
-        library = run_library(options, report)
         engines = run_engines(options, report)
     except EngineFailed as error:
         raise Stopped(str(error), 1) from None
     result = summarize(options, engines, library) | {"seconds": round(time.monotonic() - started, 1)}
-    caches = {options.titles[side]: _session(engines[side]).get("cache", {}) for side in SIDES}
-    legend = {"0": "free", "1": "committed row", "2": "stale row of a rejected draft", "3": "shadow page"}
-    for name, value in (("result.json", result), ("cache.json", {"states": legend, "caches": caches})):
-        report.write_json(options.output, name, value)
+    report.write_json(options.output, "result.json", result)
+    caches = {options.titles[side]: engines[side].get("cache", {}) for side in SIDES}
     if any(caches.values()):
         audit = result["nwor"]["audit"] or result["vanilla"]["audit"]
         counts = f"{audit['drafted']:,} drafts verified, {audit['rejected']:,} rejected"
@@ -84,43 +77,40 @@ def run_demo(options: DemoOptions, report: Report) -> int:
 # ---------------------------------------------------------------- engines
 
 
-def make_job(options: DemoOptions, model: str, mode: str = "off") -> dict[str, Any]:
+def make_job(model: str, mode: str = "off") -> dict[str, Any]:
     """Return the job of :class:`nwor_ops.cli.demo_engine.DemoEngine`: the demo's requests, for a model.
 
     Mode stage gets extra blocks for its shadow pages, so that the schedulers of both sides see caches of one size.
     """
-    drafts = options.num_speculative_tokens
-    shadow = num_shadow_blocks(MAX_RUNNING, drafts, BLOCK_SIZE) if mode == "stage" else 0
-    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    shadow = num_shadow_blocks(MAX_RUNNING, NUM_DRAFTS, BLOCK_SIZE) if mode == "stage" else 0
+    lookup = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     engine: dict[str, Any] = {
         "model": model,
-        "skip_tokenizer_init": options.model is None,
+        "skip_tokenizer_init": True,
         "seed": 0,
-        "max_model_len": MODEL_TOKENS,
+        "max_model_len": MAX_TOKENS,
         "max_num_seqs": MAX_RUNNING,
-        "max_num_batched_tokens": max(BATCH_TOKENS, MAX_RUNNING * (drafts + 1)),
+        "max_num_batched_tokens": BATCH_TOKENS,
         "block_size": BLOCK_SIZE,
         "num_gpu_blocks_override": BLOCKS + shadow,
         "enforce_eager": True,
-        "disable_log_stats": False,
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": drafts} | lookup,
+        "speculative_config": lookup | {"num_speculative_tokens": NUM_DRAFTS},
     }
     if torch.cuda.is_available():
         engine["gpu_memory_utilization"] = 0.4  # two engines at a time
-    requests = (tiny_llama_requests if options.model is None else text_requests)(OUTPUT_TOKENS)
-    return {"engine": engine, "requests": [asdict(request) for request in requests]}
+    return {"engine": engine, "requests": [asdict(request) for request in tiny_llama_requests(OUTPUT_TOKENS)]}
 
 
 def run_engines(options: DemoOptions, report: Report) -> dict[str, dict[str, Any]]:
     """Run the requests in one audited engine per side. Return versions, tokens and counts by side."""
-    model = options.model or str(write_tiny_llama(options.output / "model"))
+    model = str(write_tiny_llama(options.output / "model"))
     engines: dict[str, EngineProcess] = {}
     try:
         with report.task("starting two engines, vanilla vLLM and NWOR, both audited"):
             for side, mode in options.modes.items():
-                environment = engine_environment(mode, audit=True, offline=options.model is None)
-                job = make_job(options, model, mode)
-                engines[side] = EngineProcess(side, job, options.output, environment)
+                engines[side] = EngineProcess(
+                    side, make_job(model, mode), options.output, engine_environment(mode, audit=True)
+                )
             versions = {side: engine.wait_until_ready() for side, engine in engines.items()}
         with report.task("running the requests in both, every byte compared"), ThreadPoolExecutor(len(engines)) as pool:
             runs = pool.map(lambda engine: engine.ask("run") | engine.ask("report"), engines.values())
@@ -129,19 +119,12 @@ def run_engines(options: DemoOptions, report: Report) -> dict[str, dict[str, Any
         close_all(engines.values())
 
 
-def run_library(options: DemoOptions, report: Report) -> dict[str, dict[str, Any]]:
-    """Run the parts without vLLM, in a separate process."""
-    job = {"num_speculative_tokens": options.num_speculative_tokens}
-    environment = engine_environment("off", audit=False, offline=True)
-    process = EngineProcess("library", job, options.output, environment, ("-m", "nwor_ops.cli.demo_library"))
-    try:
-        with report.task("decoding with one recurrent state per request"):
-            process.wait_until_ready()
-            recurrent = process.ask("recurrent")
-        with report.task("drafting eagerly, and as captured"):
-            return {"recurrent": recurrent, "draft_loop": process.ask("draft_loop")}
-    finally:
-        process.close()
+def run_library(report: Report) -> dict[str, dict[str, Any]]:
+    """Run the parts without vLLM."""
+    with report.task("decoding with one recurrent state per request"):
+        recurrent = demo_library.recurrent_states(NUM_DRAFTS)
+    with report.task("drafting eagerly, and as captured"):
+        return {"recurrent": recurrent, "draft_loop": demo_library.draft_loop(NUM_DRAFTS)}
 
 
 # ---------------------------------------------------------------- checks
@@ -157,70 +140,48 @@ def summarize(
         engines: the answers of both engines, by side.
         library: the answers of the parts without vLLM.
     """
-    tokens, vllm = engines["vanilla"]["tokens"], engines["vanilla"]["vllm"]
+    tokens = engines["vanilla"]["tokens"]
     result: dict[str, Any] = {
         "command": shlex.join(["nwor-ops", *sys.argv[1:]]),
         "versions": engines["nwor"]["versions"],
-        "model": options.model or "random Llama",
-        "num_speculative_tokens": options.num_speculative_tokens,
+        "num_speculative_tokens": NUM_DRAFTS,
         "requests": len(tokens),
         "output_tokens": sum(map(len, tokens)),
-        "acceptance": vllm["accepted"] / max(1, vllm["drafted"]),
         "outputs_identical": engines["nwor"]["tokens"] == tokens,
     } | library
     for side in SIDES:
-        session = _session(engines[side])
-        counts = {name: session.get(name) for name in ("description", "audit", "stats")}
-        result[side] = {"mode": options.modes[side], "vllm": engines[side]["vllm"]} | counts
-    # The user's own workload may be one-sided. That is no failure of a claim.
-    remarks = list(_workload_remarks(result))
-    result["problems"] = [*problems(options, result), *(remarks if options.model is None else ())]
-    result["notes"] = remarks if options.model is not None else []
+        result[side] = {"mode": options.modes[side], "audit": engines[side].get("audit")}
+    result["problems"] = list(problems(options, result))
     result["ok"] = not result["problems"]
     return result
-
-
-def _session(engine: dict[str, Any]) -> dict[str, Any]:
-    sessions: list[dict[str, Any]] = engine["sessions"]
-    return sessions[0] if sessions else {}
 
 
 def problems(options: DemoOptions, result: dict[str, Any]) -> Iterator[str]:
     """Yield one sentence for every check that failed."""
     yield from _recurrent_problems(result["recurrent"])
-    yield from _draft_loop_problems(options, result["draft_loop"])
+    yield from _draft_loop_problems(result["draft_loop"])
     if not result["outputs_identical"]:
         yield "the engines did not generate the same tokens"
     missing = [side for side in SIDES if result[side]["audit"] is None]
     for side in missing:
         yield f"{options.titles[side]} was not audited: nwor_ops was not active in that engine"
     if not missing:
-        yield from _transaction_problems(options, result)
+        yield from _transaction_problems(options, *(result[side]["audit"] for side in SIDES))
 
 
-def _transaction_problems(options: DemoOptions, result: dict[str, Any]) -> Iterator[str]:
-    audit, stats = (result["nwor"][name] for name in ("audit", "stats"))
-    if stale := max(audit["stale_rows"], audit["stale_rows_at_end"]):
+def _transaction_problems(options: DemoOptions, vanilla: dict[str, Any], nwor: dict[str, Any]) -> Iterator[str]:
+    if stale := max(nwor["stale_rows"], nwor["stale_rows_at_end"]):
         yield f"NWOR left {stale} stale rows in the cache"
-    if options.mode == "stage" and audit["exposed_rows"]:
-        yield f"NWOR wrote {audit['exposed_rows']} rows of rejected drafts to pages of a request"
-    if options.mode == "stage" and audit["moments"] != 2 * audit["steps"]:
-        moments, steps = audit["moments"], audit["steps"]
+    if options.mode == "stage" and nwor["exposed_rows"]:
+        yield f"NWOR wrote {nwor['exposed_rows']} rows of rejected drafts to pages of a request"
+    if options.mode == "stage" and nwor["moments"] != 2 * nwor["steps"]:
+        moments, steps = nwor["moments"], nwor["steps"]
         yield f"the audit compared {moments} times during steps, not twice in each of {steps} steps"
-    counters = [(side, result[side]["audit"], result[side]["vllm"], "vLLM") for side in SIDES]
-    for side, audited, counts, counter in [*counters, ("nwor", audit, stats, "the device")]:
-        for name in ("drafted", "accepted", "rejected"):
-            if counts.get(name, audited[name]) != audited[name]:
-                counted = f"{counter} counted {counts[name]} {name} tokens, the audit {audited[name]}"
-                yield f"{options.titles[side]}: {counted}"
-
-
-def _workload_remarks(result: dict[str, Any]) -> Iterator[str]:
     low, high = ACCEPTANCE
-    if not low <= result["acceptance"] <= high:
-        share = f"{result['acceptance']:.0%} of the drafts were accepted, outside {low:.0%} to {high:.0%}"
+    if not low <= (acceptance := vanilla["accepted"] / max(1, vanilla["drafted"])) <= high:
+        share = f"{acceptance:.0%} of the drafts were accepted, outside {low:.0%} to {high:.0%}"
         yield f"the workload needs accepted and rejected drafts: {share}"
-    if result["vanilla"]["audit"] and not result["vanilla"]["audit"]["stale_rows"]:
+    if not vanilla["stale_rows"]:
         yield "the workload needs rejected drafts: vanilla vLLM left no stale row"
 
 
@@ -235,16 +196,14 @@ def _recurrent_problems(recurrent: dict[str, Any]) -> Iterator[str]:
         yield f"recurrent states: one state and its record took {taken}"
 
 
-def _draft_loop_problems(options: DemoOptions, loop: dict[str, Any]) -> Iterator[str]:
-    for mode in LOOP_MODES:
+def _draft_loop_problems(loop: dict[str, Any]) -> Iterator[str]:
+    for mode in ("step", "loop"):
         if not loop[mode]["same_as_eager"]:
             yield f"draft loop: mode {mode} made other drafts than eager code"
-    passes = 2 if options.num_speculative_tokens > 1 else 1
-    if loop["loop"]["graphs"] != passes:
-        yield f"draft loop: a captured step replayed {loop['loop']['graphs']} graphs, not {passes}"
-    launches = [loop[mode]["kernels"] + loop[mode]["graphs"] for mode in LOOP_MODES]
-    if not launches[0] > launches[1] > launches[2]:
-        counts = ", ".join(f"{mode} {count}" for mode, count in zip(LOOP_MODES, launches, strict=True))
+    if loop["loop"]["graphs"] != 2:
+        yield f"draft loop: a captured step replayed {loop['loop']['graphs']} graphs, not 2"
+    counts = {mode: loop[mode]["kernels"] + loop[mode]["graphs"] for mode in ("eager", "step", "loop")}
+    if not counts["eager"] > counts["step"] > counts["loop"]:
         yield f"draft loop: launches per step must fall from eager to step to loop, got {counts}"
 
 
@@ -253,10 +212,10 @@ def _draft_loop_problems(options: DemoOptions, loop: dict[str, Any]) -> Iterator
 
 def print_result(report: Report, options: DemoOptions, result: dict[str, Any]) -> None:
     """Print a table for each feature, the conclusion, and a sentence for each problem."""
-    recurrent, states = result["recurrent"], result["num_speculative_tokens"] + 1
+    recurrent = result["recurrent"]
     size = recurrent["bytes"]
     report.table([
-        ("Hybrid models: a small Llama in torch", f"{states} states", "NWOR (one state)"),
+        ("Hybrid models: a small Llama in torch", f"{NUM_DRAFTS + 1} states", "NWOR (one state)"),
         ("bytes per request, with the record", f"{size['every_state']:,}", f"{size['state'] + size['record']:,}"),
         ("drafts accepted, rejected", "", f"{recurrent['accepted']:,}, {recurrent['rejected']:,}"),
         ("the tokens of plain decoding", "", _yes(recurrent["same_as_plain"])),
@@ -270,7 +229,8 @@ def print_result(report: Report, options: DemoOptions, result: dict[str, Any]) -
         (f"the same {loop['drafts']:,} drafts", "", _yes(same)),
     ])  # fmt: skip
     if loop["device"] == "cpu":
-        report.line("A CPU has no CUDA graphs: stand-ins run their bodies, and each replay counts as one launch.\n")
+        report.line("A CPU has no CUDA graphs: stand-ins run their bodies, and each replay counts")
+        report.line("as one launch.\n")
     audits = [result[side]["audit"] for side in SIDES]
     report.table([
         ("KV transaction: a vLLM engine, audited", *options.titles.values()),
@@ -282,21 +242,14 @@ def print_result(report: Report, options: DemoOptions, result: dict[str, Any]) -
         ("the same tokens", "", _yes(result["outputs_identical"])),
     ])  # fmt: skip
     versions = result["versions"]
-    report.line(
-        f"vLLM {versions['vllm']}, torch {versions['torch']}, nwor_ops {versions['nwor_ops']}, {versions['device']}; "
-        f"K = {result['num_speculative_tokens']}; {result['seconds']:.0f} s in total"
-    )
+    report.line(f"vLLM {versions['vllm']}, torch {versions['torch']}, nwor_ops {versions['nwor_ops']}")
+    report.line(f"{versions['device']}; K = {NUM_DRAFTS}; {result['seconds']:.0f} s in total")
     report.line(f"picture: {options.output / 'cache.png'}, all figures: {options.output / 'result.json'}")
-    for note in result["notes"]:
-        report.line(note, "note", NOTE)
     for problem in result["problems"]:
         report.line(problem, "not as promised", BAD)
     if result["ok"]:
-        kept = {
-            "cow": "no rejected draft left a byte in the cache",
-            "stage": "no rejected draft was ever written to a page of a request",
-        }
-        report.line(f"the same tokens with and without, and {kept[options.mode]}", "as promised", GOOD)
+        kept = {"cow": "left a byte in the cache", "stage": "was ever in a page of a request"}
+        report.line(f"the same tokens, and no rejected draft {kept[options.mode]}", "as promised", GOOD)
 
 
 def _counts(label: str, sides: Any, *names: str) -> tuple[str, ...]:

@@ -65,44 +65,22 @@ class DemoEngine:
         from vllm import SamplingParams
 
         request = self.requests[index]
-        prompt = request["prompt"]
         # Greedy, because vLLM 0.32 on a CPU does not support sampling with drafts. Its rejection sampler divides the
         # logits by a temperature that is never set (utils/cpu_triton_utils.py, _expand_kernel_impl).
         params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False)
-        self.llm.llm_engine.add_request(
-            f"{self.runs}-{index}",
-            prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt},
-            params,
-        )
+        self.llm.llm_engine.add_request(f"{self.runs}-{index}", {"prompt_token_ids": request["prompt"]}, params)
 
     def report(self) -> dict[str, Any]:
-        """Return the counts of vLLM, and those of nwor_ops and its audit if it is on."""
+        """Return what the audit counted, and the states of all slots: a string per block, a digit per slot."""
         import nwor_ops.vllm
+        from nwor_ops.vllm.audit.engine import cache_audit
 
-        counted = {metric.name: getattr(metric, "value", 0) for metric in self.llm.get_metrics()}
-        drafted, accepted = (f"vllm:spec_decode_num_{name}_tokens" for name in ("draft", "accepted"))
-        return {
-            "vllm": {"drafted": counted.get(drafted, 0), "accepted": counted.get(accepted, 0)},
-            "sessions": [_session_report(session) for session in nwor_ops.vllm.sessions()],
-        }
-
-
-def _session_report(session: Any) -> dict[str, Any]:
-    from nwor_ops.vllm.audit.engine import cache_audit
-
-    audit = cache_audit(session)
-    return {
-        "description": session.describe(),
-        "stats": session.stats().as_dict(),
-        "audit": None if audit is None else audit.summary(),
-        # One string per block, one digit per slot.
-        "cache": {}
-        if audit is None
-        else {
-            group: ["".join(map(str, block)) for block in states.tolist()]
-            for group, states in audit.slot_states().items()
-        },
-    }
+        audits = [cache_audit(session) for session in nwor_ops.vllm.sessions()]
+        if not audits or audits[0] is None:
+            return {}
+        states = audits[0].slot_states()
+        cache = {group: ["".join(map(str, block)) for block in blocks.tolist()] for group, blocks in states.items()}
+        return {"audit": audits[0].summary(), "cache": cache}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""The parts of the demo without vLLM: ``python -m nwor_ops.cli.demo_library JOB.json``.
-
-They run the engines of ``examples/`` on small models with random weights. The commands are ``recurrent`` and
-``draft_loop`` (:func:`nwor_ops.testing.engine_process.serve`).
-"""
+"""The parts of the demo without vLLM: the engines of ``examples/`` on small models with random weights."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ import torch
 from torch import Tensor
 
 import nwor_ops
-from nwor_ops.testing.engine_process import serve
 from nwor_ops.testing.host_graphs import CountedLoop, HostGraphLoop
 
 HEAD_SIZE = 128  # recurrent states, as in Qwen3-Next
@@ -30,19 +25,6 @@ def example(name: str) -> Any:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     return importlib.import_module(name)
-
-
-class LibraryParts:
-    """The job is ``{"num_speculative_tokens": K}``."""
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        self.num_drafts: int = job["num_speculative_tokens"]
-
-    def versions(self) -> dict[str, str]:
-        return {"nwor_ops": nwor_ops.__version__, "torch": torch.__version__}
-
-    def answer(self, line: str) -> dict[str, Any]:
-        return recurrent_states(self.num_drafts) if line == "recurrent" else draft_loop(self.num_drafts)
 
 
 # ---------------------------------------------------------------- recurrent states
@@ -111,7 +93,3 @@ def draft_loop(num_drafts: int) -> dict[str, Any]:
         [(kernels, graphs)] = rounds  # every round launches the same
         answer[mode] = {"kernels": kernels, "graphs": graphs, "same_as_eager": drafts[mode] == drafts["eager"]}
     return answer | {"device": device, "requests": DRAFT_REQUESTS, "drafts": len(drafts["eager"]) * num_drafts}
-
-
-if __name__ == "__main__":
-    serve(LibraryParts)

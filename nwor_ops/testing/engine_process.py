@@ -36,7 +36,7 @@ class EngineFailed(RuntimeError):
     """An engine ended before it answered. The message has its error and the path of its log."""
 
 
-def engine_environment(mode: str, audit: bool, offline: bool) -> dict[str, str]:
+def engine_environment(mode: str, audit: bool) -> dict[str, str]:
     """Return the environment of one engine. With mode ``off`` and no audit, it contains nothing of nwor_ops."""
     environment = {name: value for name, value in os.environ.items() if not is_ours(name) and name != "VLLM_PLUGINS"}
     environment |= {
@@ -48,9 +48,8 @@ def engine_environment(mode: str, audit: bool, offline: bool) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
     }
-    if offline:
-        environment["HF_HUB_OFFLINE"] = "1"
     if mode != "off":
         environment["VLLM_NWOR_MODE"] = mode
     if audit:

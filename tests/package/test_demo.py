@@ -21,11 +21,8 @@ def side(stale_rows: int) -> dict:
     """Return the answers of an audited engine."""
     audit = {"drafted": 100, "accepted": 40, "rejected": 60, "exposed_rows": 0, "steps": 30, "moments": 60}
     audit |= {"verify_steps": 20, "stale_rows": stale_rows, "stale_rows_at_end": stale_rows // 2}
-    session = {"description": "", "audit": audit, "stats": dict(audit), "cache": {"layers": ["12", "00"]}}
     versions = {"vllm": "0", "torch": "0", "nwor_ops": "0", "device": "2 CPU cores"}
-    return {
-        "tokens": [[1, 2], [3]], "sessions": [session], "vllm": {"drafted": 100, "accepted": 40}, "versions": versions,
-    }  # fmt: skip
+    return {"tokens": [[1, 2], [3]], "audit": audit, "cache": {"layers": ["12", "00"]}, "versions": versions}
 
 
 def measured() -> dict:
@@ -71,14 +68,14 @@ def result(options: DemoOptions, changes: dict) -> dict:
         ({"nwor__audit__stale_rows": 3}, "NWOR left 3 stale rows"),
         ({"nwor__audit__stale_rows_at_end": 2}, "NWOR left 2 stale rows"),
         ({"nwor__audit": None}, "was not audited"),
-        ({"vanilla__vllm__drafted": 101}, "vanilla vLLM: vLLM counted 101 drafted tokens, the audit 100"),
-        ({"nwor__stats__accepted": 39}, "NWOR (cow): the device counted 39 accepted tokens, the audit 40"),
+        ({"vanilla__audit__accepted": 90}, "90% of the drafts were accepted, outside 20% to 80%"),
+        ({"vanilla__audit__stale_rows": 0}, "the workload needs rejected drafts: vanilla vLLM left no stale row"),
         ({"recurrent__same_as_plain": False}, "decoding with drafts gave other tokens than plain decoding"),
         ({"recurrent__accepted": 0}, "recurrent states: the workload needs accepted and rejected drafts"),
         ({"recurrent__bytes__record": 4000}, "took 5,000 bytes, not less than the 5,000 of K + 1 states"),
         ({"draft_loop__step__same_as_eager": False}, "mode step made other drafts than eager code"),
         ({"draft_loop__loop__graphs": 4}, "a captured step replayed 4 graphs, not 2"),
-        ({"draft_loop__loop__kernels": 86}, "must fall from eager to step to loop, got eager 670, step 88, loop 88"),
+        ({"draft_loop__loop__kernels": 86}, "must fall from eager to step to loop, got {'eager': 670,"),
     ],
 )
 def test_each_claim_can_fail(changes, complaint, tmp_path):
@@ -100,26 +97,6 @@ def test_mode_stage_has_more_claims(changes, complaint, tmp_path):
         assert list(problems(options, result(options, changes))) == expected
 
 
-@pytest.mark.parametrize("model", [None, "mine"])
-def test_one_sided_workload_fails_unless_users(model, tmp_path):
-    answers = measured()
-    for engine in answers["engines"].values():
-        engine["vllm"] = {"drafted": 100, "accepted": 90}
-    found = summarize(DemoOptions(tmp_path, model=model), answers["engines"], answers["library"])
-    remarks = [text for text in found["problems"] + found["notes"] if text.startswith("the workload needs")]
-    assert remarks == [
-        "the workload needs accepted and rejected drafts: 90% of the drafts were accepted, outside 20% to 80%"
-    ]
-    assert (remarks[0] in found["notes"]) == (model is not None)
-
-
-def test_one_draft_needs_one_graph(tmp_path):
-    options = DemoOptions(tmp_path, num_speculative_tokens=1)
-    assert list(problems(options, result(options, {"draft_loop__loop__graphs": 1}))) == []
-    [problem] = problems(options, result(options, {}))
-    assert "a captured step replayed 2 graphs, not 1" in problem
-
-
 @pytest.mark.parametrize("holds", [True, False])
 def test_demo_prints_and_writes_its_result(holds, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
@@ -129,10 +106,9 @@ def test_demo_prints_and_writes_its_result(holds, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(demo, "run_library", lambda *_: answers["library"])
     assert demo.run_demo(DemoOptions(tmp_path), Report("demo")) == (0 if holds else 1)
     lines = capsys.readouterr().out.splitlines()
-    table = [line for line in lines if "  " in line]
-    assert max(map(len, table)) <= 80
+    assert max(len(line) for line in lines if str(tmp_path) not in line and not line.startswith("not as")) <= 80
     assert len(lines) <= 30
-    rows = {words[0]: words[1:] for line in table if (words := re.split(" {2,}", line))}
+    rows = {words[0]: words[1:] for line in lines if (words := re.split(" {2,}", line))}
     assert rows["stale rows left after a step (sum)"] == ["60", "0"]
     assert rows["bytes per request, with the record"] == ["5,000", "1,100"]
     assert rows["launches per step"] == ["670", "2 graphs, 3 kernels"]
@@ -141,15 +117,13 @@ def test_demo_prints_and_writes_its_result(holds, tmp_path, monkeypatch, capsys)
     assert (tmp_path / "cache.png").exists()
 
 
-@pytest.mark.parametrize("num_drafts", [1, 4])
-def test_library_parts_hold_the_claims(num_drafts, tmp_path):
-    """Run them as the demo does, in their own process."""
-    options = DemoOptions(tmp_path, num_speculative_tokens=num_drafts)
-    library = run_library(options, Report("demo"))
+def test_library_parts_hold_the_claims(tmp_path):
+    options = DemoOptions(tmp_path)
+    library = run_library(Report("demo"))
     assert list(problems(options, result(options, {}) | library)) == []
     size = library["recurrent"]["bytes"]
-    assert size["every_state"] == (num_drafts + 1) * size["state"]
-    assert library["draft_loop"]["step"]["graphs"] == num_drafts
+    assert size["every_state"] == (demo.NUM_DRAFTS + 1) * size["state"]
+    assert library["draft_loop"]["step"]["graphs"] == demo.NUM_DRAFTS
 
 
 # ---------------------------------------------------------------- the model and its requests

@@ -103,7 +103,7 @@ def test_engines_are_killed_at_one_deadline(tmp_path, monkeypatch):
 def test_vanilla_environment_has_nothing_of_ours(monkeypatch):
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
     monkeypatch.setenv("VLLM_NWOR_DEBUG_SYNC", "1")
-    vanilla = engine_environment("off", audit=False, offline=True)
+    vanilla = engine_environment("off", audit=False)
     assert [name for name in vanilla if re.match("VLLM_NWOR", name)] == []
-    audited = engine_environment("cow", audit=True, offline=True)
+    audited = engine_environment("cow", audit=True)
     assert (audited["VLLM_NWOR_MODE"], audited["VLLM_NWOR_AUDIT"]) == ("cow", "1")
