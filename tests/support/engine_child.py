@@ -83,7 +83,6 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
             _run(job | {"engine": engine, "nodes": 1}, result)
         return
     replays = GraphReplays()
-    started = time.monotonic()
     from vllm import LLM
 
     engine = json.dumps(job["engine"])
@@ -94,14 +93,12 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
         engine_faults.plant(None, job["faults"])
     with contextlib.ExitStack() as stack:
         prefill = stack.enter_context(PrefillEngine(job)) if job["prefill"] is not None else None
-        _run_alone(job, result, LLM(**job["engine"]), started, replays, prefill)
+        _run_alone(job, result, LLM(**job["engine"]), replays, prefill)
 
 
 def _run_alone(
-    job: dict[str, Any], result: dict[str, Any], llm: Any, started: float, replays: GraphReplays,
-    prefill: PrefillEngine | None,
-) -> None:  # fmt: skip
-    result["start_seconds"] = round(time.monotonic() - started, 1)
+    job: dict[str, Any], result: dict[str, Any], llm: Any, replays: GraphReplays, prefill: PrefillEngine | None
+) -> None:
     replays.total = replays.with_drafts = 0
     if job["cost_curves"]:
         _runner(llm).adaptive_verification.set_cost_curves(*job["cost_curves"])
@@ -113,7 +110,6 @@ def _run_alone(
     copied_rows = [
         CopiedRows(session.manager) for session in _sessions() if session.mode == "stage" and _cache_audit(session)
     ]
-    started = time.monotonic()
     requests = _requests(job)
     result["rounds"] = []
     for number in range(job["rounds"]):
@@ -131,7 +127,6 @@ def _run_alone(
         prompts = {f"{number}-{index}": list(request.prompt) for index, request in enumerate(requests)}
         transfer = transfer_of(prefill.prefill(prompts) if prefill else None)
         result["rounds"].append(_serve(llm, job, requests, number, transfer))
-    result["run_seconds"] = round(time.monotonic() - started, 1)
     result["replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}
     result["steps_by_drafts"] = steps_by_drafts
     result["proposed"] = proposed

@@ -126,6 +126,8 @@ def test_environment_wins() -> None:
         ({"nwor": {"mod": "cow"}}, {}, "unknown settings \\['mod'\\]; known are mode, audit, on_unsupported, on_error"),
         ({"nwor": {"mode": "on"}}, {}, "mode must be one of off, cow, stage, got 'on'"),
         ({"nwor": {"audit": "yes"}}, {}, "audit must be true or false"),
+        ({"nwor": {"emit_metrics": 1}}, {}, "emit_metrics must be true or false"),
+        ({}, {"VLLM_NWOR_EMIT_METRICS": "maybe"}, "VLLM_NWOR_EMIT_METRICS must be 0 or 1"),
         ({"nwor": "cow"}, {}, "must be a dict"),
         ({}, {"VLLM_NWOR_MODE": "stage2"}, "mode must be one of"),
         ({}, {"VLLM_NWOR_MODUS": "cow"}, "unknown environment variable VLLM_NWOR_MODUS; known are"),
