@@ -531,15 +531,13 @@ def _olmo(sizes: dict[str, int] = OLMO, allow_neg_eigval: bool = True) -> Model:
     return Model(config, weights)
 
 
-def _mla_config() -> dict[str, Any]:
-    hidden, heads = MLA["hidden"], MLA["heads"]
+def _mla_sizes(layers: int = MLA["layers"], heads: int = MLA["heads"]) -> dict[str, Any]:
+    """The part of a configuration that DeepSeek and Bailing share. No layer has experts."""
     return {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "hidden_size": hidden,
+        "hidden_size": MLA["hidden"],
         "intermediate_size": MLA["mlp"],
         "moe_intermediate_size": MLA["mlp"],
-        "num_hidden_layers": MLA["layers"],
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "q_lora_rank": None,
@@ -547,19 +545,25 @@ def _mla_config() -> dict[str, Any]:
         "qk_nope_head_dim": MLA["nope"],
         "qk_rope_head_dim": MLA["rope"],
         "v_head_dim": MLA["value"],
-        # No layer has experts.
-        "n_routed_experts": 2,
-        "n_shared_experts": 1,
+        "first_k_dense_replace": layers,
         "num_experts_per_tok": 1,
-        "first_k_dense_replace": MLA["layers"],
-        "moe_layer_freq": 1,
-        "n_group": 1,
-        "topk_group": 1,
         **COMMON,
         "max_position_embeddings": 512,
         "rope_theta": 10000.0,
-        "rope_scaling": None,
         "rms_norm_eps": 1e-6,
+    }
+
+
+def _mla_config() -> dict[str, Any]:
+    return _mla_sizes() | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "n_routed_experts": 2,
+        "n_shared_experts": 1,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_scaling": None,
         "attention_bias": False,
     }
 
@@ -774,37 +778,20 @@ def _alice() -> Model:
 def _bailing(heads: int = 4) -> Model:
     """Bailing V3 without experts: three layers of KDA whose gates have full rank, and one of MLA."""
     hidden, width, layers = MLA["hidden"], KDA["state"], 4
-    config = {
+    config = _mla_sizes(layers, heads) | {
         "architectures": ["BailingMoeV3ForCausalLM"],
         "model_type": "bailing_hybrid",
-        "hidden_size": hidden,
-        "intermediate_size": MLA["mlp"],
-        "moe_intermediate_size": MLA["mlp"],
-        "num_hidden_layers": layers,
         "layer_group_size": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
         "head_dim": width,
         "short_conv_kernel_size": KDA["conv"],
         "no_kda_lora": True,
         "kda_safe_gate": True,
         "kda_lower_bound": -5.0,
-        "q_lora_rank": None,
-        "kv_lora_rank": MLA["latent"],
-        "qk_nope_head_dim": MLA["nope"],
-        "qk_rope_head_dim": MLA["rope"],
-        "v_head_dim": MLA["value"],
         "num_experts": 2,
-        "first_k_dense_replace": layers,  # no layer has experts
-        "num_experts_per_tok": 1,
         "num_shared_experts": 0,
         "num_nextn_predict_layers": 0,
         "use_bias": False,
         "use_qkv_bias": False,
-        **COMMON,
-        "max_position_embeddings": 512,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
     }
     generator = torch.Generator().manual_seed(47)
     embedding = _embedding(generator, hidden)
