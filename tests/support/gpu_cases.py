@@ -172,10 +172,13 @@ BEHAVIOURS: dict[str, dict[str, Any]] = {
 ABORT, PREEMPTION = BEHAVIOURS["abort"], BEHAVIOURS["preemption"]
 
 
-def _behaving(case: Callable[..., AnyCase], *names: str, **more: Any) -> Iterator[AnyCase]:
+def _behaving(
+    case: Callable[..., AnyCase], *names: str, prefix: str = "", table: dict[str, dict[str, Any]] = BEHAVIOURS,
+    **more: Any,
+) -> Iterator[AnyCase]:  # fmt: skip
     """Yield a case for each of these behaviours."""
     for name in names:
-        yield case(name, **BEHAVIOURS[name] | more)
+        yield case(f"{prefix}-{name}".strip("-"), **table[name] | more)
 
 
 def _graph_modes() -> Iterator[Case]:
@@ -265,7 +268,7 @@ _ALIGNED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 320, "max_
 _AGAIN = {"shared_prefix": 140, "rounds": 2, "requests": 12}
 
 
-def _recurrent() -> Iterator[Case]:
+def _hybrids() -> Iterator[Case]:
     """Yield cases of hybrid models, in both modes. ``-k recurrent-`` selects them."""
     aligned = {"use": _AGAIN} | _ALIGNED
     hits = {"metric:prefix_cache_hits": 1}
@@ -340,7 +343,7 @@ def _behaviours() -> Iterator[Case]:
 # of these graphs is replayed with drafts. The other drafters have such cases too.
 _FEW_GRAPHS = ("v1-flash-ngram-full_decode_only", "v2-flash-ngram-full_decode_only")
 FEW_GRAPHS = {*_FEW_GRAPHS, *(f"stage-{name}" for name in _FEW_GRAPHS)}
-CASES = [*_graph_modes(), *_methods(), *_drafters(), *_recurrent(), *_caches(), *_behaviours()]
+CASES = [*_graph_modes(), *_methods(), *_drafters(), *_hybrids(), *_caches(), *_behaviours()]
 NUM_SHADOW = ENGINE["max_num_seqs"] * 2  # shadow pages of one group: 4 drafts may lie in two blocks of 16
 # With this fusion, vLLM writes the cache without any writer that can be patched.
 FUSED_WRITER = Case(
@@ -753,18 +756,40 @@ RECURRENT_CHUNK = {**RECURRENT, "recurrent": "chunk"}
 # The kernel of Kimi Linear adds in an order that depends on the number of requests. Its model asks for a kernel in CuTe
 # unless it is told not to. OLMo hybrid has another Triton kernel than Qwen. Ours has its bits too.
 # GLM-5.3-Flash's Triton kernel sums in another order.
-_DELTA_NETS = {"next": ("@qwen3_next_mtp", V2, 0), "qwen3_5": ("@gdn_mtp", V2, 6),
-               "kimi": ("@kimi", V2 | {"VLLM_KIMI_K3_GEMM_AR": "0"}, 6), "olmo": ("@olmo", V2, 0),
-               "glm": ("@glm", V2, 6),
-               "triton": ("@gdn_mtp", {"VLLM_GDN_DECODE_KERNEL": "triton"}, 0),
-               "qwen4": ("@qwen4_exp", {"VLLM_GDN_DECODE_KERNEL": "triton"}, 0),
-               "alice": ("@alice", V2 | {"VLLM_KIMI_K3_GEMM_AR": "0"}, 6),
-               "bailing": ("@bailing", V2, 6)}  # fmt: skip
+# By name: model, environment, number of requests whose output may differ, other settings.
+_EXPERTS = {"method": "ngram", "needs": EXPERTS_LIBRARY}
+_KIMI = {"VLLM_KIMI_K3_GEMM_AR": "0"}
+_TRITON = {"VLLM_GDN_DECODE_KERNEL": "triton"}
+HYBRIDS: dict[str, tuple[str, dict[str, str], int, dict[str, Any]]] = {
+    "next": ("@qwen3_next_mtp", V2, 0, {}),
+    "qwen3_5": ("@gdn_mtp", V2, 6, {}),
+    "triton": ("@gdn_mtp", _TRITON, 0, {}),
+    "kimi": ("@kimi", _KIMI, 6, {"method": "ngram", "backend": "FLASH_ATTN_MLA"}),
+    "olmo": ("@olmo", V2, 0, {"method": "ngram"}),
+    # Blocks have 512 tokens, a page of the indexer.
+    "glm": ("@glm", V2, 6, {"method": "ngram", "backend": "FLASHMLA_SPARSE", "gdn_prefill_backend": None,
+                            "max_model_len": 768, "needs": "torchvision"}),
+    "qwen4": ("@qwen4_exp", _TRITON, 0, _EXPERTS | {"convolutions": 1}),
+    "alice": ("@alice", _KIMI, 6, _EXPERTS | {"trust_remote_code": True}),
+    "bailing": ("@bailing", V2, 6, {"method": "ngram", "trust_remote_code": True, "backend": "FLASH_ATTN_MLA"}),
+}  # fmt: skip
+# FULL becomes FULL_AND_PIECEWISE with these layers.
+_GRAPHS = ("eager", "piecewise", "full_decode_only")
+_VARIANTS = BEHAVIOURS | {
+    "": {},
+    "cow": {"nwor": RECURRENT_COW},
+    "stage": {"nwor": RECURRENT_STAGE},
+    "float32": {"mamba_ssm_cache_dtype": "float32"},
+    "bfloat16": {"mamba_ssm_cache_dtype": "bfloat16"},
+    **{graphs: {"graphs": graphs} for graphs in _GRAPHS},
+}
 
 
-def _recurrent(name: str, shape: str = "next", nwor: Any = RECURRENT, convolutions: int = 0, **more: Any) -> Case:
+def _recurrent(name: str, shape: str = "next", nwor: Any = RECURRENT, **more: Any) -> Case:
     """Return a case. ``convolutions``: KV-cache groups of recurrent layers that need no record."""
-    model, environment, may_differ = _DELTA_NETS[shape]
+    model, environment, may_differ, own = HYBRIDS[shape]
+    more = own | more
+    convolutions = more.pop("convolutions", 0)
     settings = {
         "method": "mtp",
         "model": model,
@@ -782,20 +807,21 @@ def _recurrent(name: str, shape: str = "next", nwor: Any = RECURRENT, convolutio
     return replace(case, more_blocks=NUM_SHADOW) if nwor is RECURRENT_STAGE else case
 
 
+def _variants(name: str, *names: str, case: Callable[..., Case] = _recurrent, **more: Any) -> Iterator[Case]:
+    return _behaving(case, *names, prefix=name, table=_VARIANTS, **more)
+
+
 def _recurrent_cases() -> Iterator[Case]:
     """Yield cases of one state per request. ``-k one-state-`` selects them.
 
     The vanilla engine keeps K + 1 states per request. The audit compares every state with the one that vLLM would keep.
     """
-    float32 = {"mamba_ssm_cache_dtype": "float32"}
+    modes = ("", "cow", "stage")
     yield _recurrent("triton-mtp", "triton")
     for shape in ("next", "qwen3_5"):
-        for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW), ("-stage", RECURRENT_STAGE)):
-            yield _recurrent(f"{shape}-mtp{mode}", shape, nwor)
+        yield from _variants(f"{shape}-mtp", *modes, shape=shape)
         yield _recurrent(f"{shape}-ngram", shape, method="ngram")
-        yield _recurrent(f"{shape}-float32", shape, **float32)
-        for graphs in ("eager", "piecewise", "full_decode_only"):  # FULL becomes FULL_AND_PIECEWISE with these layers
-            yield _recurrent(f"{shape}-{graphs}", shape, graphs=graphs)
+        yield from _variants(shape, "float32", *_GRAPHS, shape=shape)
     # Requests with a common beginning, of which the second round finds what the first has left; they decode over the
     # ends of blocks.
     aligned = {
@@ -806,102 +832,69 @@ def _recurrent_cases() -> Iterator[Case]:
         "use": {"shared_prefix": 140, "rounds": 2, "requests": 12},
         "expect": {"metric:prefix_cache_hits": 1},
     }
-    for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW), ("-stage", RECURRENT_STAGE)):
-        yield _recurrent(f"next-align{mode}", nwor=nwor, **aligned)
+    yield from _variants("next-align", *modes, **aligned)
     yield _recurrent("qwen3_5-align", "qwen3_5", **aligned)
     # 32 prompts of more than 512 tokens, in chunks that fill the batch.
     long = {"max_model_len": 704, "max_num_seqs": 32, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 512}
-    yield _recurrent("next-prompts", use={"shared_prefix": 512, "requests": 32}, **long, **float32)
+    yield _recurrent("next-prompts", use={"shared_prefix": 512, "requests": 32}, **long, **_VARIANTS["float32"])
     # Vanilla runs fewer requests together, and preempts others. Another kernel then computes the decoded tokens of such
     # a request again, as a prompt.
     yield _recurrent("next-preemption", num_gpu_blocks_override=24, use={"max_tokens": 80}, may_differ=12,
                      expect={"metric:num_preemptions": 1})  # fmt: skip
-    yield _recurrent("next-abort", use={"abort": {10: [0, 2], 16: [5]}})
-    yield _recurrent("next-not-async", async_scheduling=False)
-    yield _recurrent("next-sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
-    yield _recurrent("next-memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
+    yield from _variants("next", "abort", "not-async", "sleep", "memory-profiling")
     # Windows of nine tokens, which vLLM's CUDA kernel does not support.
     eight = {"speculative_config": MTP | {"num_speculative_tokens": 8}}
     yield _recurrent("qwen3_5-eight-drafts", "qwen3_5", **eight)
     yield _recurrent("moe", model="@qwen3_next_experts_mtp", needs=EXPERTS_LIBRARY)
-    for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW)):
-        yield _recurrent(f"draft-model{mode}", nwor=nwor, speculative_config=DRAFT | {"model": "@draft_of_gdn"})
-    kimi = {"shape": "kimi", "method": "ngram"}
-    for mode, nwor in (("cow", RECURRENT_COW), ("stage", RECURRENT_STAGE)):
-        yield _recurrent(f"kimi-{mode}", backend="FLASH_ATTN_MLA", nwor=nwor, **kimi)
-    yield _recurrent("kimi-piecewise-cow", backend="FLASH_ATTN_MLA", nwor=RECURRENT_COW, graphs="piecewise", **kimi)
+    draft = {"speculative_config": DRAFT | {"model": "@draft_of_gdn"}}
+    yield from _variants("draft-model", "", "cow", **draft)
+    yield from _variants("kimi", "cow", "stage", *_GRAPHS, "abort", shape="kimi")
+    yield _recurrent("kimi-piecewise-cow", "kimi", RECURRENT_COW, graphs="piecewise")
     for backend, graphs in (("FLASH_ATTN_MLA", "default"), ("TRITON_MLA", "any")):
-        yield _recurrent(f"kimi-{backend.lower()}", backend=backend, graphs=graphs, **kimi)
-    for graphs in ("eager", "piecewise", "full_decode_only"):
-        yield _recurrent(f"kimi-{graphs}", backend="FLASH_ATTN_MLA", graphs=graphs, **kimi)
-    yield _recurrent("kimi-abort", backend="FLASH_ATTN_MLA", use={"abort": {10: [0, 2], 16: [5]}}, **kimi)
+        yield _recurrent(f"kimi-{backend.lower()}", "kimi", backend=backend, graphs=graphs)
     # One head of 128 has blocks of 128 tokens, in either engine.
     prefixes = aligned | {"max_model_len": 384, "use": {"shared_prefix": 220, "rounds": 2, "requests": 12}}
-    yield _recurrent("kimi-align", backend="FLASH_ATTN_MLA", model="@kimi_of_one_head", **prefixes, **kimi)
-    # Five groups: three of KDA (a layer each), one of MLA and its indexer, one of the indexer's tails. Blocks have 512
-    # tokens, a page of the indexer. Its attention has its own kernels, so the transaction is off.
-    glm = {"shape": "glm", "method": "ngram", "backend": "FLASHMLA_SPARSE", "gdn_prefill_backend": None,
-           "max_model_len": 768, "needs": "torchvision"}  # fmt: skip
+    yield _recurrent("kimi-align", "kimi", model="@kimi_of_one_head", **prefixes)
+    # Five groups: three of KDA (a layer each), one of MLA and its indexer, one of the indexer's tails. The transaction
+    # is off, because attention has its own kernels.
     five: dict[str, Any] = {"kv_cache_groups": 5, "sessions": []}
-    yield _recurrent("glm", **glm, expect=five)
-    yield _recurrent("glm-eager", graphs="eager", **glm, expect=five)
-    yield _recurrent("glm-bfloat16", mamba_ssm_cache_dtype="bfloat16", **glm, expect=five)
-    yield _recurrent("glm-abort", use={"abort": {10: [0, 2], 16: [5]}}, **glm, expect=five)
+    yield from _variants("glm", "", "eager", "bfloat16", "abort", shape="glm", expect=five)
     # FlashKDA exports a state at the end of the first block of a prompt.
     over_blocks = aligned | {"max_model_len": 1280, "max_num_batched_tokens": 1280}
     over_blocks |= {"use": {"shared_prefix": 560, "rounds": 2, "requests": 12}}
-    yield _recurrent("glm-align", **glm | over_blocks | {"expect": five | {"metric:prefix_cache_hits": 1}})
-    qwen4 = {"shape": "qwen4", "method": "ngram", "convolutions": 1, "needs": EXPERTS_LIBRARY}
-    for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW)):
-        yield _recurrent(f"qwen4-ngram{mode}", nwor=nwor, **qwen4)
-    yield _recurrent("qwen4-eager", graphs="eager", **qwen4)
-    yield _recurrent("qwen4-float32", **float32, **qwen4)
-    yield _recurrent("qwen4-align", **aligned, **qwen4)
-    yield _recurrent("qwen4-abort", use={"abort": {10: [0, 2], 16: [5]}}, **qwen4)
-    alice = {"shape": "alice", "method": "ngram", "trust_remote_code": True, "needs": EXPERTS_LIBRARY}
-    for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW)):
-        yield _recurrent(f"alice-ngram{mode}", nwor=nwor, **alice)
-    yield _recurrent("alice-eager", graphs="eager", **alice)
-    bailing = {"shape": "bailing", "method": "ngram", "trust_remote_code": True, "backend": "FLASH_ATTN_MLA"}
-    for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW)):
-        yield _recurrent(f"bailing-ngram{mode}", nwor=nwor, **bailing)
-    for graphs in ("eager", "piecewise", "full_decode_only"):
-        yield _recurrent(f"bailing-{graphs}", graphs=graphs, **bailing)
-    yield _recurrent("bailing-abort", use={"abort": {10: [0, 2], 16: [5]}}, **bailing)
-    olmo = {"shape": "olmo", "method": "ngram"}
-    for mode, nwor in (("", RECURRENT), ("-cow", RECURRENT_COW), ("-stage", RECURRENT_STAGE)):
-        yield _recurrent(f"olmo-ngram{mode}", nwor=nwor, **olmo)
-        yield _recurrent(
-            f"olmo-align{mode}", nwor=nwor, **olmo, **aligned | {"use": aligned["use"] | {"shared_prefix": 160}}
-        )  # of blocks of 96 tokens
-    yield _recurrent("olmo-draft-model", "olmo", speculative_config=DRAFT | {"model": "@draft_of_gdn"})
-    yield _recurrent("olmo-repeated-keys", model="@olmo_repeated", **olmo)
-    yield _recurrent("olmo-float32", **float32, **olmo)
-    for graphs in ("eager", "piecewise", "full_decode_only"):
-        yield _recurrent(f"olmo-{graphs}", graphs=graphs, **olmo)
-    yield _recurrent("olmo-triton", backend="TRITON_ATTN", graphs="any", **olmo)
-    yield _recurrent("olmo-temperature", use={"temperature": 1.0}, **olmo)
-    yield _recurrent("olmo-abort", use={"abort": {10: [0, 2], 16: [5]}}, **olmo)
+    yield _recurrent("glm-align", "glm", **over_blocks | {"expect": five | {"metric:prefix_cache_hits": 1}})
+    for shape, count in (("qwen4", 2), ("alice", 2), ("bailing", 2), ("olmo", 3)):
+        yield from _variants(f"{shape}-ngram", *modes[:count], shape=shape)
+    yield from _variants("qwen4", "eager", "float32", "abort", shape="qwen4")
+    yield _recurrent("qwen4-align", "qwen4", **aligned)
+    yield from _variants("alice", "eager", shape="alice")
+    yield from _variants("bailing", *_GRAPHS, "abort", shape="bailing")
+    # Blocks of 96 tokens.
+    yield from _variants(
+        "olmo-align", *modes, shape="olmo", **aligned | {"use": aligned["use"] | {"shared_prefix": 160}}
+    )
+    yield from _variants("olmo", "float32", *_GRAPHS, "temperature", "abort", shape="olmo")
+    yield _recurrent("olmo-draft-model", "olmo", method="mtp", **draft)
+    yield _recurrent("olmo-repeated-keys", "olmo", model="@olmo_repeated")
+    yield _recurrent("olmo-triton", "olmo", backend="TRITON_ATTN", graphs="any")
     # A block of attention has 96 tokens, and a request goes on in a second one.
-    yield _recurrent("olmo-preemption", num_gpu_blocks_override=24, use={"max_tokens": 120}, may_differ=12,
-                     expect={"metric:num_preemptions": 1}, **olmo)  # fmt: skip
+    yield _recurrent("olmo-preemption", "olmo", num_gpu_blocks_override=24, use={"max_tokens": 120}, may_differ=12,
+                     expect={"metric:num_preemptions": 1})  # fmt: skip
     # Not visible to a recurrent layer: how many drafts a request has, adapters of projections, where weights are.
     yield _recurrent("next-dynamic", speculative_config=MTP | DYNAMIC["v2"])
-    yield _recurrent("lora", "triton", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@gdn_lora"})
+    yield _recurrent("lora", "triton", **BEHAVIOURS["lora"] | {"use": {"adapter": "@gdn_lora"}})
     yield _recurrent("next-offload", cpu_offload_gb=0.002)
     # Multimodal classes around the text model, with M-RoPE positions. No request has an image.
-    text_only: dict[str, Any] = {"language_model_only": True, "needs": "torchvision"}
-    yield _recurrent("multimodal", "triton", model="@gdn_mtp_multimodal", **text_only)
+    text_only: dict[str, Any] = {"shape": "triton", "language_model_only": True, "needs": "torchvision"}
+    yield _recurrent("multimodal", model="@gdn_mtp_multimodal", **text_only)
     minicpm_v = text_only | {"model": "@minicpm_v", "method": "ngram"}
-    yield _recurrent("minicpm_v-ngram", "triton", **minicpm_v)
-    yield _recurrent("minicpm_v-ngram-cow", "triton", RECURRENT_COW, **minicpm_v)
-    yield _recurrent("minicpm_v-align", "triton", **minicpm_v, **aligned)
+    yield from _variants("minicpm_v-ngram", "", "cow", **minicpm_v)
+    yield _recurrent("minicpm_v-align", **minicpm_v, **aligned)
     for model in ("interns2_preview", "interns2_mobius"):
         interns2 = text_only | {"model": f"@{model}", "trust_remote_code": True}
         interns2 |= {"needs": ("torchvision", EXPERTS_LIBRARY)}
-        yield _recurrent(f"{model}-mtp", "triton", **interns2)
-        yield _recurrent(f"{model}-mtp-cow", "triton", RECURRENT_COW, **interns2)
-        yield _recurrent(f"{model}-align", "triton", **interns2, **aligned)
+        yield from _variants(f"{model}-mtp", "", "cow", **interns2)
+        yield _recurrent(f"{model}-align", **interns2, **aligned)
 
 
 # vLLM's own settings, except those that keep a tiny engine small. Prefix caching and warm-ups are on, and FlashInfer
@@ -1053,14 +1046,9 @@ def _without_drafts() -> Iterator[Case]:
         return _recurrent(f"nodrafts-{name}", shape, **settings)
 
     aligned = _ALIGNED | {"max_model_len": 320, "use": _AGAIN, "expect": {"metric:prefix_cache_hits": 1}}
-    abort = {"use": {"abort": {10: [0, 2], 16: [5]}}}
     for shape in ("next", "qwen3_5"):
-        yield case(shape, shape)
-        yield case(f"{shape}-float32", shape, mamba_ssm_cache_dtype="float32")
-        for graphs in ("eager", "piecewise", "full_decode_only"):
-            yield case(f"{shape}-{graphs}", shape, graphs=graphs)
+        yield from _variants(shape, "", "float32", *_GRAPHS, "abort", case=case, shape=shape)
         yield case(f"{shape}-align", shape, **aligned)
-        yield case(f"{shape}-abort", shape, **abort)
         default = DEFAULTS | {"use": LONG_PROMPTS} | ({"worker_extension_cls": ""} if shape == "qwen3_5" else {})
         default["expect"] = {
             "gdn_prefill_backends": ["flashinfer"],
@@ -1073,12 +1061,9 @@ def _without_drafts() -> Iterator[Case]:
     yield case("next-preemption", num_gpu_blocks_override=24, may_differ=12, use={"max_tokens": 120},
                expect={"metric:num_preemptions": 1})  # fmt: skip
     yield case("next-not-async", async_scheduling=False)
-    yield case("kimi", "kimi", backend="FLASH_ATTN_MLA")
-    yield case("olmo", "olmo")
-    yield case("bailing", "bailing", trust_remote_code=True, backend="FLASH_ATTN_MLA")
-    yield case("qwen4", "qwen4", convolutions=1, needs=EXPERTS_LIBRARY)
-    yield case("glm", "glm", backend="FLASHMLA_SPARSE", gdn_prefill_backend=None, max_model_len=768,
-               needs="torchvision", expect={"kv_cache_groups": 5})  # fmt: skip
+    for shape in ("kimi", "olmo", "bailing", "qwen4"):
+        yield case(shape, shape)
+    yield case("glm", "glm", expect={"kv_cache_groups": 5})
 
 
 def _chunks() -> Iterator[Case]:
@@ -1138,7 +1123,7 @@ STATE_ERROR_CASES.append(
 # vLLM's own K + 1 states, without FULL graphs: they call no Python, which the audit needs.
 VLLM_STATES_CASES = [
     _case(
-        f"vllm-states-{shape}-{graphs}", _DELTA_NETS[shape][1], graphs=graphs, model=_DELTA_NETS[shape][0],
+        f"vllm-states-{shape}-{graphs}", HYBRIDS[shape][1], graphs=graphs, model=HYBRIDS[shape][0],
         method="mtp", gdn_prefill_backend="triton", block_size=None, num_gpu_blocks_override=192,
         nwor={"mode": "off", "audit": True}, same_tokens=False, recurrent_groups=2,
         worker_extension_cls="gpu_worker_hybrid.Worker",
