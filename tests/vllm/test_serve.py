@@ -26,6 +26,7 @@ from tiny_serve import Server, running
 
 import nwor_ops
 from nwor_ops.vllm.metrics.names import METRICS
+from nwor_ops.vllm.metrics.publisher import PERIOD
 
 K = NGRAM["num_speculative_tokens"]
 PATIENCE_SECONDS = 60.0
@@ -73,6 +74,8 @@ def test_serve_counts_in_mode_stage(engines: Engines) -> None:
     server = Server({"VLLM_NWOR_MODE": "stage"}, "--disable-log-stats")
     with running(server):
         server.complete(prompts(1)[0])
+        time.sleep(2 * PERIOD)
+        server.complete([3, 4, 5], max_tokens=1)  # its output brings the last counts
         samples = server.metrics()
         assert samples["nwor_draft_tokens_total"] > 0
         assert "vllm:spec_decode_num_draft_tokens_total" not in samples
@@ -216,7 +219,7 @@ def check_errors(server: PlantedServer, mode: str, engines: Engines) -> None:
     asked = prompts(6)
     vanilla = engines.start(asked, max_tokens=MAX_TOKENS)
     errors, interrupted = (server.planted / name for name in (planted_server.ERRORS, planted_server.INTERRUPTED))
-    windows = server.metrics()["nwor_windows_total"]
+    windows = server.metrics().get("nwor_windows_total", 0.0)
     errors.touch()
     while_they_last = answers(server, asked)
     server.get("/health")
