@@ -1,4 +1,4 @@
-"""The command line: doctor, invalid options, missing packages, streams, and the output that the commands share."""
+"""The command line: doctor, invalid options, missing packages, and the output that the commands share."""
 
 import io
 import json
@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 
-import command_options
 import pytest
 import torch
 from fake_gpu import NAME, add_nvidia_smi
@@ -250,12 +249,6 @@ def test_help_names_every_command():
     for option in ("-h", "--help"):
         printed = run_cli(option).stdout
         assert all(command in printed for command in ("demo", "check", "bench", "verify", "doctor", "--version"))
-
-
-def test_documents_have_current_options():
-    text = command_options.DOCUMENT.read_text()
-    assert command_options.filled(text) == text, "run python tools/command_options.py"
-    assert "`--rounds` | `6`" in text
 
 
 # ---------------------------------------------------------------- output
