@@ -1184,9 +1184,9 @@ def test_each_refusal_gives_its_reason(found: dict[str, Any], because: str) -> N
         plugin.prepare(engine(**found), logging.getLogger("nwor"))
 
 
+@pytest.mark.usefixtures("any_vllm")
 def test_a_class_of_another_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is refused. With ``on_unsupported="vanilla"`` it uses the other plugin's class."""
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     from vllm.model_executor.custom_op import op_registry_oot
 
     class Theirs: ...
@@ -1205,12 +1205,6 @@ def test_a_class_of_another_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert op_registry_oot["QwenGatedDeltaNetAttention"] is Theirs
 
 
-@pytest.mark.usefixtures("any_vllm")
-def test_hybrid_target_without_draft_model_is_supported() -> None:
-    config = engine(speculative_config__method="ngram", speculative_config__draft_model_config__is_hybrid=True)
-    assert supported.problem_of(config) is None
-
-
 def test_every_refusal_of_a_configuration_is_tested_above() -> None:
     """Refusals that a configuration shows. The others are raised once there are layers."""
     wanted = {refusal.feature for refusal in REFUSALS if refusal.why(RECURRENT) and refusal.found}
@@ -1227,6 +1221,8 @@ def test_every_refusal_of_a_configuration_is_tested_above() -> None:
         {"speculative_config__num_speculative_tokens_per_batch_size": [(1, 8, 2)]},
         {"speculative_config__enable_adaptive_verification": True},
         {"offload_config__uva__cpu_offload_gb": 1.0},
+        # Without a draft model, `draft_model_config` is the target's configuration.
+        {"speculative_config__method": "ngram", "speculative_config__draft_model_config__is_hybrid": True},
     ],
 )
 def test_features_that_do_not_affect_states_are_supported(found: dict[str, Any]) -> None:
@@ -1275,20 +1271,12 @@ def test_decodes_without_drafts_are_windows() -> None:
     assert _decodes_of(batch).tolist() == [True, True, True, False, False]
 
 
-def test_the_setting() -> None:
-    config = NworConfig.load({}, {"VLLM_NWOR_RECURRENT": "1"})
-    assert config.recurrent
-    assert not config.wants_transaction
-    assert NworConfig.load({"nwor": {"recurrent": True}}, {}) == config
-    assert not NworConfig.load({"nwor": {"recurrent": True}}, {"VLLM_NWOR_RECURRENT": "0"}).recurrent
-
-
-def test_the_setting_of_the_chunk_form() -> None:
+def test_settings_of_each_form() -> None:
     for value, form in (("0", False), ("off", False), ("1", True), ("on", True), ("Exact", True), ("chunk", "chunk")):
-        assert NworConfig.load({}, {"VLLM_NWOR_RECURRENT": value}).recurrent is form
-        assert NworConfig.load({"nwor": {"recurrent": value}}, {}).recurrent is form
-    assert NworConfig.load({}, {"VLLM_NWOR_RECURRENT": "chunk"}).chunk
-    assert not NworConfig.load({}, {"VLLM_NWOR_RECURRENT": "1"}).chunk
+        config = NworConfig.load({}, {"VLLM_NWOR_RECURRENT": value})
+        assert (config.recurrent, config.chunk, config.wants_transaction) == (form, form == "chunk", False)
+        assert NworConfig.load({"nwor": {"recurrent": value}}, {}) == config
+    assert not NworConfig.load({"nwor": {"recurrent": True}}, {"VLLM_NWOR_RECURRENT": "0"}).recurrent
     for wrong in ("", "2", "lazy"):
         with pytest.raises(ValueError, match="VLLM_NWOR_RECURRENT must be 0, 1, off, exact or chunk, got"):
             NworConfig.load({}, {"VLLM_NWOR_RECURRENT": wrong})
@@ -1305,9 +1293,9 @@ def chunked_engine(**found: Any) -> SimpleNamespace:
     return engine(additional_config={"nwor": {"recurrent": "chunk"}}, **sizes | found)
 
 
+@pytest.mark.usefixtures("any_vllm")
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_records_of_the_chunk_form(monkeypatch: pytest.MonkeyPatch, state_dtype: str) -> None:
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
+def test_records_of_the_chunk_form(state_dtype: str) -> None:
     config = chunked_engine(cache_config__mamba_ssm_cache_dtype=state_dtype)
     assert RecordGeometry.of(config) == CHUNK
     assert supported.problem_of(config) is None
@@ -1317,6 +1305,7 @@ def test_records_of_the_chunk_form(monkeypatch: pytest.MonkeyPatch, state_dtype:
     assert supported.problem_of(config) is None
 
 
+@pytest.mark.usefixtures("any_vllm")
 @pytest.mark.parametrize(
     ("found", "capability", "because"),
     [
@@ -1334,12 +1323,12 @@ def test_records_of_the_chunk_form(monkeypatch: pytest.MonkeyPatch, state_dtype:
 def test_engines_that_the_chunk_form_refuses(
     monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], capability: Any, because: str
 ) -> None:
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     monkeypatch.setattr(supported, "_capability", lambda: capability)
     problem = str(supported.problem_of(chunked_engine(**found)))
     assert problem == f"VLLM_NWOR_RECURRENT=chunk: {because}; VLLM_NWOR_RECURRENT=exact supports it"
 
 
+@pytest.mark.usefixtures("any_vllm")
 @pytest.mark.parametrize(
     "found",
     [
@@ -1349,7 +1338,6 @@ def test_engines_that_the_chunk_form_refuses(
     ids=["prefix-caching", "connector"],
 )
 def test_engines_that_both_forms_support(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) -> None:
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda model: None)
     monkeypatch.setattr(supported, "_capability", lambda: (9, 0))
     monkeypatch.setattr(supported, "check_state_connectors", lambda config: None)
     monkeypatch.setattr(supported, "_check_connector_hooks", lambda config: None)
