@@ -51,7 +51,6 @@ enum Problem {
     kTokensPastPositions,
     kTokensPastFlags,
     kTokensPastIds,
-    kTokensPastHidden,
     kTokensPastSlots,
     kTokensPastMappings,
     kRealAfterPadded,
@@ -177,9 +176,6 @@ constexpr Wording kWordings[] = {
      "{value}"},
     {kTokensPastIds, kValueError,
      "input_ids must hold every token, got {limit} places where request {index} ends at token {value}"},
-    {kTokensPastHidden, kValueError,
-     "hidden_state_mapping must hold every token, got {limit} places where request {index} ends at token "
-     "{value}"},
     {kTokensPastSlots, kValueError,
      "slot_mapping must hold every token, got {limit} places where request {index} ends at token {value}"},
     {kTokensPastMappings, kValueError,
