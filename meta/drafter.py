@@ -10,8 +10,7 @@ STARTS, DRAFTS = "[num_rows + 1]", "[num_rows, num_speculative_steps]"
 ARGUMENTS = by_name({
     ids(ROWS): "idx_mapping num_sampled num_rejected sampled backup_next_token_ids next_token_ids valid_sampled_count "
     "token_indices_to_sample new_token_indices tokens",
-    ids(TOKENS): "target_input_ids sampled_tokens prompt_tokens gather_step_tokens.input_ids "
-    "context_tokens",
+    ids(TOKENS): "target_input_ids sampled_tokens prompt_tokens gather_step_tokens.input_ids context_tokens",
     ids(STATES): "last_sampled next_prefill_tokens",
     ids(DRAFTS): "draft_tokens",
     ids(f"{DRAFTS} with at least one column"): "prepare_decode_inputs.draft_tokens",

@@ -16,11 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from recurrent_chunk import error_of, exact_run
-from samples_recurrent import Heads, Inputs, Planned, make_layer, verify
+from samples_recurrent import Heads, Inputs, make_layer
 from vllm_kernels import glm_update, load_core, olmo_update, recurrent_update
 
 from nwor_ops import ops
-from nwor_ops.testing.oracle import recurrent as oracle
 
 HEADS = Heads(2, 4, 128, 128)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -596,38 +595,6 @@ def test_states_of_chunks_wherever_they_lie(device, state_dtype, norm):
     assert same_bits(state[2:], requests.state[2:])
 
 
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"norm": "silu", "all_states": True},
-        {"norm": "sigmoid", "use_qk_l2norm": False},
-        {"given_gates": True},
-        {"allow_neg_eigval": True, "gate_lower_bound": -5.0},
-    ],
-    ids=["silu", "without norms", "given", "bounded"],
-)
-def test_chunks_are_near_the_oracle(device, state_dtype, options):
-    """With every option: windows that store, that cross a boundary and that do neither, padding, and no tokens."""
-    planned = (Planned(2, 3, 16, 20), Planned(0, 2), Planned(4, 8, 12, 3), Planned(3, 0), Planned(1, 1, 23))
-    arguments = list(
-        verify(Heads(2, 4, 128, 128), planned, state_dtype, rows=8, chunk=CHUNK, **options)
-    )  # fmt: skip
-    plan = arguments[14]
-    plan[:, 3] = torch.where(plan[:, 1] < CHUNK, 0, plan[:, 3])
-    ours = [a.to(device, copy=True) if isinstance(a, torch.Tensor) else a for a in arguments]
-    ops.gated_delta_verify(*ours)
-    oracle.gated_delta_verify(*arguments)
-    loose = {"rtol": 2**-7, "atol": 2**-7}
-    close = {"rtol": 1e-4, "atol": 1e-5} if state_dtype == torch.float32 else loose
-    torch.testing.assert_close(ours[0].cpu(), arguments[0], **loose)
-    for mine, other in zip(ours[1:6], arguments[1:6], strict=True):
-        torch.testing.assert_close(mine[1:].cpu(), other[1:], **close)
-    assert torch.equal(ours[6].cpu(), arguments[6])
-    if options.get("all_states"):
-        torch.testing.assert_close(ours[-4].cpu(), arguments[-4], **close)
-
-
 def test_plans_that_split_a_chunk_are_skipped(device):
     """Outside debug mode a request with an invalid plan writes nothing."""
     requests = chunks(device, 2, 8, torch.float32)
@@ -682,25 +649,6 @@ def test_requests_alone_and_together(device, state_dtype, norm, heads):
         for mine, other in zip((together.state, *together.records), (alone.state, *alone.records), strict=True):
             assert same_bits(mine[1:], other[1:])
         together.accept(lengths)
-
-
-@pytest.mark.parametrize(
-    "heads", [HEADS, Heads(1, 2, 256, 256), Heads(1, 2, 128, 256), Heads(1, 2, 64, 64), Heads(2, 2, 96, 192)], ids=str
-)
-def test_norm_is_that_of_the_output(device, heads):
-    """Also where a block has too few registers for a head's rows, and takes a few at a time."""
-    requests = Requests(device, 5, 4, torch.float32, heads)
-    window = requests.draw(requests.ragged())
-    requests.open(window)
-    out, normed = torch.empty_like(window.gate), torch.empty_like(window.gate)
-    state, records = requests.state.clone(), [record.clone() for record in requests.records]
-    requests.verify(window, out)
-    requests.state, requests.records = state, records
-    requests.verify(window, normed, norm="silu")
-    o = out.float()
-    expected = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5) * requests.weight
-    expected = expected * torch.nn.functional.silu(window.gate.float())
-    torch.testing.assert_close(normed.float(), expected, rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize(

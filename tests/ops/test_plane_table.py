@@ -147,14 +147,3 @@ def test_a_trace_refuses_it(op):
 def test_every_op_of_a_step_that_takes_planes_is_covered():
     takes = {op for op in registry.OPS if "plane_table" in argument_names(op)}
     assert takes == set(OPS)
-
-
-def test_one_plane_and_views_in_the_middle_of_a_storage():
-    backing = layouts.surrounded(torch.arange(96, dtype=torch.int32).view(3, 4, 2, 4))
-    log = layouts.surrounded(torch.full((1, 2, 2, 4), -5, dtype=torch.int32))
-    arguments = ([backing[1:]], log, torch.tensor([7, -1]), torch.ones(2, dtype=torch.bool))
-    by_table = layouts.twin(arguments)
-    ops.restore_slots(*with_table("restore_slots", by_table))
-    ops.restore_slots(*arguments)
-    assert layouts.same_memory(by_table, arguments)
-    assert by_table[0][0][1, 3].eq(-5).all()

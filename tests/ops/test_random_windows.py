@@ -59,8 +59,8 @@ def test_calls_vary_every_argument(op):
     calls = [samples.named(op, call.arguments) for call in samples.recorded(op, 120)]
     for argument in registry.OPS[op].overload._schema.arguments:
         values = [call.get(argument.name) for call in calls]
-        if argument.name == "plane_table" or argument.name in ("use_qk_l2norm", "moves_rows"):
-            continue  # tests/ops/test_plane_table.py, test_recurrent.py and test_recurrent_blocks.py
+        if argument.name == "plane_table":
+            continue  # tests/ops/test_plane_table.py
         if str(argument.type).startswith("Optional"):
             assert {value is None for value in values} == {True, False}, argument.name
         elif str(argument.type) == "bool":

@@ -253,24 +253,6 @@ def test_options(device):
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-def test_bounded_decays(device, state_dtype, dtype, per_channel):
-    heads = Heads(1, 2, 128, 64)
-    for bound in (-5.0, -0.25):
-        arguments = samples.verify(
-            heads, state_dtype=state_dtype, dtype=dtype, per_channel=per_channel, all_states=True,
-            gate_lower_bound=bound,
-        )  # fmt: skip
-        ours = named(VERIFY, check_verify(arguments, device))
-        tokens = samples.REQUESTS[0].tokens
-        decays = ours["record_decays"][samples.REQUESTS[0].slot, 1 - samples.REQUESTS[0].half, :tokens]
-        assert ((decays > math.exp(bound)) & (decays < 1)).all()
-        softplus = check_verify(with_arguments(VERIFY, arguments, gate_lower_bound=None), device)
-        assert not torch.equal(ours["record_decays"][1:], named(VERIFY, softplus)["record_decays"][1:])
-
-
-@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
 def test_bounded_decays_by_hand(device, per_channel):
     """A gate of 0 is half open: the decay is exp(L / 2). Large gates give a decay of 1 or exp(L), not NaN."""
     arguments = layouts.twin(samples.verify(per_channel=per_channel, gate_lower_bound=-5.0), device)

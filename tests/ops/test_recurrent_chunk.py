@@ -174,21 +174,6 @@ HEADS_STATE = (HEADS.value_heads, HEADS.value_width, HEADS.key_width)
 # ---------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
-def test_oracle(state_dtype):
-    """The kernel and the oracle, which stores no weights, agree in every tensor up to rounding."""
-    inputs, ours, theirs = inputs_of(40), Stream(state_dtype), Stream(state_dtype, module=oracle)
-    cuts = [(5, 3), (8, 8), (8, 7), (3, 3), (8, 8), (2, 2)]
-    found, expected = (stream.read_all(inputs, cuts, 31) for stream in (ours, theirs))
-    loose = 1e-5 if state_dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found, expected, rtol=loose, atol=loose)
-    for name in ("state", "record_keys", "record_norms", "record_decays", "record_updates"):
-        mine, other = (getattr(stream.layer, name)[1].float() for stream in (ours, theirs))
-        torch.testing.assert_close(mine, other, rtol=loose, atol=loose, msg=name)
-    assert torch.equal(ours.plan, theirs.plan)
-    assert torch.equal(ours.cursors, theirs.cursors)
-
-
 def test_error_of_float32_states():
     inputs, stream = inputs_of(512), Stream(torch.float32)
     expected = exact_outputs(stream.layer.state[1], inputs)
@@ -270,21 +255,3 @@ def test_chunks_and_halves_have_other_records():
     for arguments, chunk, wanted in ((halves, CHUNK, 1), (chunks, 0, 2)):
         with pytest.raises(ValueError, match=rf"record_keys\[0\] must be \[5, {wanted}, record_rows"):
             ops.gated_delta_fold(*arguments[:7], chunk=chunk)
-
-
-def test_padding_and_the_last_slot():
-    """Padding gets zeros, and the last slot is a slot like any other."""
-    inputs, stream = inputs_of(5), Stream(torch.float32)
-    out = torch.full((5, HEADS.value_heads, HEADS.value_width), 77.0)
-    plan, cursors, window = torch.zeros(3, 4).int(), torch.zeros(4, 3).int(), int64(0)
-    slots, starts = int32(3, 0, 1), int32(0, 2, 4, 5)
-    ops.plan_recurrent_window(
-        plan, cursors, window, slots, starts, int32(0, 0, 0), WINDOW, None, None, CHUNK
-    )  # fmt: skip
-    expected = exact_outputs(stream.layer.state[3], rows_of(inputs, [0, 1]))
-    ops.gated_delta_verify(
-        out, *stream.layer.tensors, *inputs, plan, window, starts, SCALE, chunk=CHUNK
-    )  # fmt: skip
-    assert not out[2:4].any()
-    assert error_of(out[:2], expected) < 2e-6
-    assert error_of(out[4:], exact_outputs(stream.layer.state[1], rows_of(inputs, [4]))) < 2e-6

@@ -88,11 +88,13 @@ def window(dice: Dice) -> Calls[None]:
         a, b = dice.normal(tokens, heads, *channels, dtype=dtype), dice.normal(tokens, heads, dtype=dtype)
         if gates == "given":
             a, b, weights = -a.float().exp(), b.float().sigmoid(), [None, None]
+        normalises = dice.maybe(0.8)
+        keys = dice.normal(tokens, key_heads, dk, dtype=dtype, factor=1.0 if normalises else dk**-0.5)
         after = yield Call("gated_delta_verify", (
             dice.poisoned(*value, dtype=dtype), *layer,
-            *(dice.placed(dice.normal(tokens, key_heads, dk, dtype=dtype)) for _ in range(2)),
+            dice.placed(dice.normal(tokens, key_heads, dk, dtype=dtype)), dice.placed(keys),
             dice.placed(dice.normal(*value, dtype=dtype)), dice.strided(a), dice.strided(b), *weights, plan, window_id,
-            starts, dk**-0.5, 1.0, 20.0, True, dice.placed(dice.normal(*value, dtype=dtype)) if norm else None,
+            starts, dk**-0.5, 1.0, 20.0, normalises, dice.placed(dice.normal(*value, dtype=dtype)) if norm else None,
             dice.strided(dice.normal(dv).abs()) if norm else None, 1e-5, dice.choice(("silu", "sigmoid")),
             dice.placed(dice.bytes(*value, dk, dtype=state_dtype)) if dice.maybe() else None,
             dice.maybe() and gates != "given", bound, chunk,
