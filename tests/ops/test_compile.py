@@ -15,7 +15,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from oracle_checks import random_log
-from samples_recurrent import Heads, make_layer
 from tensors import flags, int32, int64
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache, run_and_get_code
@@ -341,66 +340,6 @@ def test_op_on_views_of_one_storage(device, op):
     """Every mutation is kept, also if inputs are key and value planes of one cache, or views of one projection."""
     calls = [call for call in samples.calls(op, 40, device) if not are_apart(call)]
     check_compiled(op, max(calls, key=num_elements))
-
-
-# ---------------------------------------------------------------- family recurrent
-
-RECURRENT_SLOTS, RECURRENT_ROWS, RECURRENT_HEADS = 9, 3, Heads(1, 2)
-
-
-def recurrent_step(
-    plan, cursors, window_id, slots, starts, num_kept, states, keys, norms, decays, updates, layer_windows, packed, a,
-    b, A_log, dt_bias, out,
-):  # fmt: skip
-    """Open a window, run it in two layers, fold the accepted rows: one graph that makes every view itself.
-
-    The second layer reads the output of the first. Everything that torch computes here is one addition or one
-    multiplication by 2 per element: a compiler may add the terms of a sum (or a mean) in any order.
-    """
-    ops.plan_recurrent_window(plan, cursors, window_id, slots, starts, num_kept, RECURRENT_ROWS)
-    for layer in range(LAYERS):
-        q, k, v = (packed[layer] * 2).split((1, 1, 2), 1)
-        ops.gated_delta_verify(
-            out, states[layer], keys[layer], norms[layer], decays[layer], updates[layer], layer_windows[layer], q, k, v,
-            a[layer] - 1, b[layer], A_log, dt_bias, plan, window_id, starts, 0.125,
-        )  # fmt: skip
-        packed = packed + out[:, :1]
-    rows = num_kept.clamp(max=1)
-    ops.plan_recurrent_fold(plan, cursors, slots, slots, rows)
-    ops.gated_delta_fold(*(list(t.unbind(0)) for t in (states, keys, norms, decays, updates, layer_windows)), plan)
-    blocks, requests, first = torch.stack((slots, slots - 1), 1), torch.arange(slots.shape[0]), slots * 0
-    ops.plan_recurrent_block_fold(plan, cursors, [blocks], requests, first, rows, target_columns=first + 1)
-    return out * 2
-
-
-def recurrent_arguments() -> tuple:
-    layers = [
-        make_layer(RECURRENT_HEADS, RECURRENT_SLOTS, RECURRENT_ROWS, dtype=torch.float32, seed=seed)
-        for seed in range(LAYERS)
-    ]
-    stacked = [
-        layouts.surrounded(torch.stack(tensors).nan_to_num())
-        for tensors in zip(*(layer.tensors for layer in layers), strict=True)
-    ]
-    tokens = 5
-    return (
-        int32(*[77] * 16).view(4, 4), torch.tensor([[2, 1]] * RECURRENT_SLOTS, dtype=torch.int32), int64(5),
-        int32(3, 0, 7), int32(0, 3, 4, 5), int32(2, 0, 1), *stacked,
-        small_integers(LAYERS, tokens, 4, 64), small_integers(LAYERS, tokens, 2, seed=1),
-        small_integers(LAYERS, tokens, 2, seed=2), torch.zeros(2), torch.ones(2), torch.zeros(tokens, 2, 64),
-    )  # fmt: skip
-
-
-def test_recurrent_step():
-    assert_same_as_eager(recurrent_step, compiled(recurrent_step), recurrent_arguments())
-
-
-def test_recurrent_step_copies_nothing():
-    """No state and no record: the least of them is larger than all that the step computes."""
-    arguments = recurrent_arguments()
-    sizes = allocations(recurrent_step, *arguments)
-    assert sizes
-    assert max(sizes) < arguments[6][0].numel()
 
 
 # ---------------------------------------------------------------- aliasing (pytorch #198031)

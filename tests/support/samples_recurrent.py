@@ -25,7 +25,6 @@ class Heads(NamedTuple):
 
 
 HEADS = Heads()
-CHUNK_HEADS = Heads(1, 2, 128, 128)  # of the chunk form
 
 
 @dataclasses.dataclass
@@ -255,30 +254,21 @@ def poisoned_plan(rows: int) -> Tensor:
 
 
 CURSORS: tuple[tuple[int, ...], ...] = ((0, 0), (3, 0), (2, 1), (0, 1), (1, 0), (0, 0))
-CHUNK_CURSORS = ((0, 0, 0), (3, 6, 15), (2, 20, 14), (0, 1, 4), (1, 0, 3), (0, 0, 0))  # rings of 18 + 3 rows
 
 
 def window(
     slots: tuple[int, ...] = (2, 0, 4, 3, 1, 5),
     starts: tuple[int, ...] = (0, 3, 5, 5, 6, 9, 10),
     num_kept: tuple[int, ...] = (2, 99, 99, 99, 3, 99),
-    is_window: tuple[int, ...] | None = (1, 1, 1, 1, 1, 0),
     cursors: tuple[tuple[int, ...], ...] = CURSORS,
     record_rows: int = 3,
-    plan_rows: int = 8,
-    wide_slots: bool = False,
     num_skipped: int | None = None,
     chunk: int = 0,
 ) -> tuple[Any, ...]:
-    """Return a plan of `REQUESTS` and a prefill. `wide_slots`: the slots are a column of an int64 block table."""
-    state_slots = int32(*slots)
-    if wide_slots:
-        state_slots = surrounded(torch.tensor([[slot, POISON] for slot in slots], dtype=torch.int64).view(-1, 2))[:, 0]
-    options = [None if num_skipped is None else int64(num_skipped), chunk]
+    """Return a plan of `REQUESTS` and a prefill."""
     return (
-        poisoned_plan(plan_rows), cursors_of(*cursors), int64(2**33 + 5), state_slots, int32(*starts),
-        int32(*num_kept), record_rows, None if is_window is None else flags(*is_window),
-        *(options if chunk else options[:1] if num_skipped is not None else []),
+        poisoned_plan(8), cursors_of(*cursors), int64(2**33 + 5), int32(*slots), int32(*starts), int32(*num_kept),
+        record_rows, flags(1, 1, 1, 1, 1, 0), None if num_skipped is None else int64(num_skipped), chunk,
     )  # fmt: skip
 
 
@@ -288,14 +278,9 @@ def fold_plan(
     num_rows: tuple[int, ...] = (9, 1, 2, 1, 1),
     cursors: tuple[tuple[int, ...], ...] = CURSORS,
     keep_source: bool = False,
-    plan_rows: int = 6,
-    dtype: torch.dtype = torch.int32,
 ) -> tuple[Any, ...]:
     """Return a plan of folds: more rows than are pending, padding, a copy, nothing pending, padding."""
-    ids = int64 if dtype == torch.int64 else int32
-    return (
-        poisoned_plan(plan_rows), cursors_of(*cursors), ids(*sources), ids(*targets), int32(*num_rows), keep_source
-    )  # fmt: skip
+    return poisoned_plan(6), cursors_of(*cursors), int32(*sources), int32(*targets), int32(*num_rows), keep_source
 
 
 # Two groups of three requests with three blocks each, and a row without a request.
@@ -313,9 +298,7 @@ def block_fold(
     requests: tuple[int, ...] = (2, 0, -1, 1, 3),
     ring: bool = False,
     moves_rows: bool = False,
-    dtype: torch.dtype = torch.int32,
     block_size: int = BLOCK_SIZE,
-    more_plan_rows: int = 2,
     num_skipped: int | None = None,
 ) -> tuple[Any, ...]:
     """Return a plan of folds between blocks. The rows of the tables have gaps, and lie between sentinels."""
@@ -325,8 +308,8 @@ def block_fold(
     width = len(tables[0][0]) if tables[0] else 0
     wide = [torch.tensor([[*row, POISON] for row in table], dtype=torch.int32).view(-1, width + 1) for table in tables]
     return (
-        poisoned_plan(len(tables) * len(requests) + more_plan_rows), cursors_of(*cursors),
-        [surrounded(table)[:, :-1] for table in wide], (int64 if dtype == torch.int64 else int32)(*requests),
+        poisoned_plan(len(tables) * len(requests) + 2), cursors_of(*cursors),
+        [surrounded(table)[:, :-1] for table in wide], int32(*requests),
         *(None if values is None else int32(*values) for values in filled),
         0 if "target_columns" in columns else block_size, moves_rows,
         *(() if num_skipped is None else (int64(num_skipped),)),
