@@ -273,14 +273,14 @@ def _record_drafts(llm: Any) -> dict[str, Any]:
     drafter = runner.speculator if is_v2 else runner.drafter
     propose = drafter.propose
     by_drafts: Counter[int] = Counter()
-    found: dict[str, Any] = {"steps": 0, "by_drafts": by_drafts, "drafts": {}}
+    record: dict[str, Any] = {"steps": 0, "by_drafts": by_drafts, "drafts": {}}
 
     def recording_v2(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = propose(input_batch, *args, **kwargs)
         num_sampled, num_rejected = args[4], args[5]
         lengths = input_batch.seq_lens[: input_batch.num_reqs] - num_rejected
-        asked = kwargs["num_speculative_tokens"]
-        keep(asked, input_batch.req_ids, lengths.tolist(), (num_sampled > 0).tolist(), drafts)
+        count = kwargs["num_speculative_tokens"]
+        keep(count, input_batch.req_ids, lengths.tolist(), (num_sampled > 0).tolist(), drafts)
         return drafts
 
     def recording_v1(
@@ -298,16 +298,16 @@ def _record_drafts(llm: Any) -> dict[str, Any]:
         keep(num_speculative_tokens, runner.input_batch.req_ids, lengths, sampled, drafts)
         return drafts
 
-    def keep(asked: int, requests: list[str], lengths: list[int], sampled: list[bool], drafts: Any) -> None:
-        found["steps"] += 1
-        by_drafts[asked] += 1
+    def keep(count: int, requests: list[str], lengths: list[int], sampled: list[bool], drafts: Any) -> None:
+        record["steps"] += 1
+        by_drafts[count] += 1
         for request, length, has_sampled, tokens in zip(requests, lengths, sampled, drafts.tolist(), strict=True):
-            if has_sampled and asked > 0:
+            if has_sampled and count > 0:
                 name = "-".join(request.split("-")[:2])  # vLLM adds a suffix
-                found["drafts"].setdefault(name, {})[str(length)] = tokens[:asked]
+                record["drafts"].setdefault(name, {})[str(length)] = tokens[:count]
 
     drafter.propose = recording_v2 if is_v2 else recording_v1
-    return found
+    return record
 
 
 def _requests(job: dict[str, Any]) -> list[Any]:

@@ -86,10 +86,10 @@ def counters() -> dict[str, dict[str, int]]:
     """Return our counters on this process's /metrics, by engine."""
     import prometheus_client
 
-    found: dict[str, dict[str, int]] = {}
+    engines: dict[str, dict[str, int]] = {}
     for metric in prometheus_client.REGISTRY.collect():
         if metric.name.startswith("nwor_"):
             for sample in metric.samples:
                 if "engine" in sample.labels and sample.name.endswith("_total"):
-                    found.setdefault(sample.labels["engine"], {})[metric.name] = int(sample.value)
-    return found
+                    engines.setdefault(sample.labels["engine"], {})[metric.name] = int(sample.value)
+    return engines

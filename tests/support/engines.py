@@ -83,11 +83,11 @@ def model_folder(**changes: Any) -> str:
 def prompts(count: int, longest: int = 90, seed: int = 0) -> list[list[int]]:
     """Return prompts of repeated random 8-grams, in which n-gram lookup always finds a proposal."""
     rng = random.Random(seed)
-    made = []
+    repeated = []
     for _ in range(count):
         gram = [rng.randrange(3, LLAMA["vocab_size"]) for _ in range(8)]
-        made.append((gram * (longest // 8 + 1))[: rng.randrange(10, longest)])
-    return made
+        repeated.append((gram * (longest // 8 + 1))[: rng.randrange(10, longest)])
+    return repeated
 
 
 # ---------------------------------------------------------------- code of the engine's process
@@ -192,10 +192,12 @@ def _wrapped_methods(llm: Any) -> list[str]:
 
     from nwor_ops.vllm import hooks
 
-    found = [name for name in ("_prepare_inputs", "_sample", "execute_model", "sample_tokens") if name in vars(runner)]
+    methods = [
+        name for name in ("_prepare_inputs", "_sample", "execute_model", "sample_tokens") if name in vars(runner)
+    ]
     if any((patch.owner, patch.name) == (GPUModelRunner, "initialize_kv_cache") for patch in hooks.applied()):
-        found.append("class initialize_kv_cache")
-    return found
+        methods.append("class initialize_kv_cache")
+    return methods
 
 
 def _job(
@@ -242,7 +244,7 @@ def _job(
     }
     for session in nwor_ops.vllm.sessions():
         result["session"] = engine_child.describe_session(session) | {
-            "vllm_states": [found.summary() for found in session.listeners if isinstance(found, VllmStateAudit)],
+            "vllm_states": [audit.summary() for audit in session.listeners if isinstance(audit, VllmStateAudit)],
             "groups": sorted({layer.group for layer in session.layers.values()}),
             "layers": {name: layer.fused for name, layer in session.layers.items()},
             "copied_rows": [counted.as_dict() for counted in copied_rows],
