@@ -113,10 +113,9 @@ class VllmStateAudit(StepListener):
         out = compute()
         if not any(window.blocks[0] in self._windows for window in windows):
             self._windows += [window.blocks[0] for window in windows]
-        inputs = _Inputs(call)
         for window, state in zip(windows, read, strict=True):
             stored = states[window.blocks[: window.end - window.start]].clone()
-            self._compare_stored(name, window.blocks[0], inputs.states(state, window.start, window.end), stored)
+            self._compare_stored(name, window.blocks[0], call.states_after(window, state), stored)
             self._kept[name, window.blocks[0]] = stored
         return out
 
@@ -251,30 +250,21 @@ class LayerCall:
         windows = [_Window(blocks, num_kept, start, end) for blocks, num_kept, start, end in rows if end > start]
         return [window for window in windows if window.num_kept > 0 and window.source > _NULL_BLOCK]
 
-
-class _Inputs:
-    """The inputs of a layer's windows, as float32 with a head for each value head."""
-
-    def __init__(self, call: LayerCall) -> None:
-        heads = call.v.shape[1] // call.k.shape[1]
-        key = call.k.float()
-        if call.normalize:
-            key = key * torch.rsqrt((key * key).sum(-1, keepdim=True) + _NORM_EPS)
-        self._keys, self._values = key.repeat_interleave(heads, dim=1), call.v.float()
-        x = call.a.float() + call.dt_bias.float()
-        self._decays = torch.exp(-call.A_log.float().exp() * F.softplus(x))
-        self._rates = call.b.float().sigmoid()
-
-    def states(self, state: Tensor, start: int, end: int) -> Tensor:
-        """Return the state ``[heads, dk, dv]`` after each of some tokens."""
+    def states_after(self, window: _Window, state: Tensor) -> Tensor:
+        """Compute the state after each token of a window, float32 ``[tokens, value heads, dk, dv]``, from ``state``."""
+        tokens = slice(window.start, window.end)
+        keys, values = self.k[tokens].float(), self.v[tokens].float()
+        if self.normalize:
+            keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + _NORM_EPS)
+        keys = keys.repeat_interleave(values.shape[1] // keys.shape[1], dim=1)
+        decays = torch.exp(-self.A_log.float().exp() * F.softplus(self.a[tokens].float() + self.dt_bias.float()))
+        rates = self.b[tokens].float().sigmoid()
         after = []
-        for token in range(start, end):
-            key = self._keys[token][..., None]
-            state = state * self._decays[token][:, None, None]
-            update = (self._values[token] - (state * key).sum(1)) * self._rates[token][:, None]
-            state = state + key * update[:, None]
+        for key, value, decay, rate in zip(keys[..., None], values, decays, rates, strict=True):
+            state = state * decay[:, None, None]
+            state = state + key * ((value - (state * key).sum(1)) * rate[:, None])[:, None]
             after.append(state)
-        return torch.stack(after) if after else state.new_empty(0, *state.shape)
+        return torch.stack(after)
 
 
 def audit_states(runner: Any, groups: Sequence[RecurrentGroup]) -> VllmStateAudit | str:
