@@ -213,17 +213,20 @@ class GraphedProposer(GraphedDrafter):
             # vocabularies.
             ids.copy_(mapped.masked_fill_(self.buffers.idx_mapping[:tokens] < 0, 0))
         inputs, _ = drafter.build_model_inputs_first_pass(tokens, tokens, None)
+        return self._run_model(inputs, metadata, tokens, CUDAGraphMode.NONE)
+
+    def _run_model(
+        self, inputs: dict[str, Any], metadata: LayerMetadata, num_tokens: int, mode: CUDAGraphMode
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the output to sample from. If hidden states are carried, return a pair with those of the next step."""
         with set_forward_context(
             metadata.attention,
             self._vllm_config,
-            num_tokens=tokens,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            num_tokens=num_tokens,
+            cudagraph_runtime_mode=mode,
             slot_mapping=metadata.slot_mappings,
         ):
-            return self._outputs(drafter.model(**inputs))
-
-    def _outputs(self, output: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the output to sample from. If hidden states are carried, return a pair with those of the next step."""
+            output = self.drafter.model(**inputs)
         if not self.drafter.pass_hidden_states_to_model:
             return output
         sampled_from, carried = output if self.drafter.model_returns_tuple() else (output, output)
@@ -358,14 +361,8 @@ class GraphedProposer(GraphedDrafter):
         _, attention = drafter.build_per_group_and_layer_attn_metadata(batch)
         mode, padded_tokens, _ = drafter._determine_batch_execution_and_padding(num_tokens)
         inputs, slots = drafter.build_model_inputs_first_pass(num_tokens, padded_tokens, mm_embed_inputs)
-        with set_forward_context(
-            attention,
-            self._vllm_config,
-            num_tokens=padded_tokens,
-            cudagraph_runtime_mode=mode,
-            slot_mapping=drafter._get_slot_mapping(slots, batch.slot_mapping),
-        ):
-            output = self._outputs(drafter.model(**inputs))
+        metadata = LayerMetadata(attention, drafter._get_slot_mapping(slots, batch.slot_mapping))
+        output = self._run_model(inputs, metadata, padded_tokens, mode)
         sampled_from, carried = output if isinstance(output, tuple) else (output, None)
         self.finish(key, sampled_from, carried)
 
