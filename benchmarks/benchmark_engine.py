@@ -8,15 +8,12 @@ Each line of stdin is a command, and each answer is a line of JSON on stdout:
 - ``run N [SEED]``: serve N requests.
 - ``ttft N PREFIX SUFFIX AT_ONCE SEED``: time first tokens.
 - ``fits TOKENS``: return how many requests of this length fit into the cache by vLLM's upper bound.
-- ``profile N STEPS``: profile about this number of decode steps.
 - ``switch 0``: remove the transaction from an engine, until ``switch 1``.
 - ``turns N CAPTURE FIRST``: time decode steps of N requests with the transaction off and on in turn.
 """
 
 from __future__ import annotations
 
-import bisect
-import collections
 import contextlib
 import gc
 import itertools
@@ -29,7 +26,6 @@ from typing import Any
 
 from nwor_ops.testing.engine_process import serve
 
-DRAFTING = "nwor: the drafter"  # name of a range in the profile
 TTFT_TOKENS = 8
 STEPS_BEFORE = 12  # until all prompts are computed
 TURNS, TURN_STEPS = 8, 20
@@ -78,25 +74,21 @@ class TimedEngine:
         counted, before = self._counted(), self._plugin()
         engine = self._llm.llm_engine
         gc.collect()  # not during a run, which takes a second
-        tokens: dict[int, list[int]] = {}
         # An engine core in a separate process starts when the first request is added.
         start = time.perf_counter()
         self._add(requests, self._job["max_tokens"], seed)
-        steps = most_running = 0
+        steps = tokens = most_running = 0
         while engine.has_unfinished_requests():
             outputs, steps = engine.step(), steps + 1
             if steps % STEPS_BETWEEN_LOOKS == 0:
                 most_running = max(most_running, int(self._metrics().get("vllm:num_requests_running", 0)))
-            for output in outputs:
-                if output.finished:
-                    tokens[int(output.request_id.split("-")[1])] = list(output.outputs[0].token_ids)
+            tokens += sum(len(output.outputs[0].token_ids) for output in outputs if output.finished)
         seconds = time.perf_counter() - start
         plugin = self._plugin()
         drafts, accepted = (self._counted()[name] - counted[name] for name in counted)
         return {
             "seconds": seconds,
-            "tokens": sum(map(len, tokens.values())),
-            "tokens_hash": hash(tuple(tuple(tokens[index]) for index in sorted(tokens))),
+            "tokens": tokens,
             "acceptance_length": 1 + accepted / drafts if drafts else None,
             "most_running": most_running,
             **plugin,
@@ -178,15 +170,6 @@ class TimedEngine:
             raise RuntimeError(f"the ranks of one engine have begun {[windows, *others]} windows")
         return int(windows)
 
-    def profile(self, requests: int, steps: int) -> dict[str, Any]:
-        """Return what the worker ran in these steps; see :func:`stop_profile`."""
-        with self._steady(requests) as step:
-            self._llm.collective_rpc(start_profile)
-            for _ in range(steps):
-                step()
-            [found] = self._llm.collective_rpc(stop_profile)
-        return found
-
     @contextlib.contextmanager
     def _steady(self, requests: int) -> Iterator[Callable[[], Any]]:
         """Return a function that runs one step, in which all requests decode."""
@@ -265,111 +248,6 @@ def requests_that_fit(worker: Any, tokens: int) -> dict[str, Any]:
         "block_sizes": [spec.block_size for spec in specs],
         "page_bytes": [spec.page_size_bytes for spec in specs],
     }
-
-
-def start_profile(worker: Any) -> None:
-    """Profile the worker from now on, with a range around each call of the drafter."""
-    import torch
-    from torch.profiler import profile, record_function, supported_activities
-
-    owner, name = marked_call(worker)
-    original = getattr(owner, name)
-
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        with record_function(DRAFTING):
-            return original(*args, **kwargs)
-
-    worker.nwor_unmarked = vars(owner).get(name)  # the patch of a plugin
-    setattr(owner, name, marked)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # the profile starts with a step
-    worker.nwor_profile = profile(activities=supported_activities())
-    worker.nwor_profile.start()
-
-
-def marked_call(worker: Any) -> tuple[Any, str]:
-    """Return the drafter and its method, or the runner and its method if the engine does not speculate."""
-    runner = worker.model_runner
-    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
-    return (drafter, "propose") if drafter is not None else (runner, "execute_model")
-
-
-def stop_profile(worker: Any) -> dict[str, Any]:
-    """Return what ran on the device in the profiled steps. A step has one call of the drafter.
-
-    ``kernels`` and ``device_us`` are totals by name. ``step_us`` and ``idle_us`` are the device's time from one call of
-    the drafter to the next, and the part of it in which nothing ran. ``drafter`` has the launches of its calls by name,
-    and for each call the time from its first kernel to its last (``span_us``) and the part with a kernel (``busy_us``).
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    worker.nwor_profile.stop()
-    owner, name = marked_call(worker)
-    if worker.nwor_unmarked is None:
-        delattr(owner, name)  # the method again
-    else:
-        setattr(owner, name, worker.nwor_unmarked)
-    events = worker.nwor_profile.profiler.kineto_results.events()
-    on_host = {event.name() for event in events if event.device_type().name == "CPU"}
-    # An annotated range has one event on the host and one on the device.
-    ran = [event for event in events if event.device_type().name == "CUDA" and event.name() not in on_host]
-    kernels: collections.Counter[str] = collections.Counter(event.name() for event in ran)
-    device_us: dict[str, float] = collections.defaultdict(float)
-    for event in ran:
-        device_us[event.name()] += event.duration_ns() / 1e3
-    calls, launches = _launched_by_drafter(events)
-    starts = sorted(spans[0][0] for spans in calls)
-    spans = sorted((event.start_ns(), event.end_ns()) for event in ran)
-    steps = [
-        (end - start, _covered([(a, min(b, end)) for a, b in spans if start <= a < end]))
-        for start, end in itertools.pairwise(starts)
-    ]
-    return {
-        "steps": len(steps),
-        "kernels": dict(kernels),
-        "device_us": dict(device_us),
-        "step_us": [length / 1e3 for length, _ in steps],
-        "idle_us": [(length - busy) / 1e3 for length, busy in steps],
-        "drafter": {
-            "launches": dict(launches),
-            "span_us": [(max(end for _, end in spans) - spans[0][0]) / 1e3 for spans in calls],
-            "busy_us": [_covered(spans) / 1e3 for spans in calls],
-        },
-    }
-
-
-def _launched_by_drafter(events: list[Any]) -> tuple[list[list[tuple[int, int]]], collections.Counter[str]]:
-    """Return start and end of everything that each call of the drafter launched, in order, and its launches by name.
-
-    A kernel is attributed by the call that launched it, and a kernel of a graph by the launch of the graph.
-    """
-    calls = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == DRAFTING and e.device_type().name == "CPU")
-    starts = [start for start, _ in calls]
-    call_of: dict[int, int] = {}
-    launches: collections.Counter[str] = collections.Counter()
-    for event in events:
-        if event.device_type().name != "CPU" or not event.name().startswith("cu"):
-            continue
-        number = bisect.bisect_right(starts, event.start_ns()) - 1
-        if number >= 0 and event.end_ns() <= calls[number][1]:
-            call_of[event.correlation_id()] = number
-            launches[event.name()] += 1
-    on_device: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
-    for event in events:
-        if event.device_type().name == "CUDA" and event.correlation_id() in call_of and event.name() != DRAFTING:
-            on_device[call_of[event.correlation_id()]].append((event.start_ns(), event.end_ns()))
-    return [sorted(spans) for _, spans in sorted(on_device.items())], launches
-
-
-def _covered(spans: list[tuple[int, int]]) -> int:
-    """Return the length of the union of the spans."""
-    total, until = 0, 0
-    for start, end in sorted(spans):
-        total += max(0, end - max(start, until))
-        until = max(until, end)
-    return total
 
 
 def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int = 1) -> int:

@@ -1,6 +1,6 @@
 """Compare vLLM engines on a GPU, end to end: output tokens per second of several sides that take turns.
 
-    python benchmarks/gpu_engine.py --sides SIDE ... [--model MODEL] [--requests N ...] [--seconds S] [--profile] ...
+    python benchmarks/gpu_engine.py --sides SIDE ... [--model MODEL] [--requests N ...] [--seconds S] ...
 
 A side is an engine. Its name is one word, or several joined by ``+``. All other settings are the defaults of ``vllm
 serve``: prefix caching, CUDA graphs, asynchronous scheduling.
@@ -29,9 +29,9 @@ The figures of README and docs/benchmarks.md:
     python benchmarks/gpu_engine.py --sides recurrent vanilla bfloat16
     python benchmarks/gpu_engine.py --sides bfloat16+recurrent bfloat16 --requests 1 16 64 128
     python benchmarks/gpu_engine.py --sides drafts_0+chunk drafts_0
-    python benchmarks/gpu_engine.py --model llama --at-once 3 --sides graphs vanilla v1 --profile
+    python benchmarks/gpu_engine.py --model llama --at-once 3 --sides graphs vanilla v1
     python benchmarks/gpu_engine.py --model llama --at-once 3 --sides graphs eagle drafts_0
-    python benchmarks/gpu_engine.py --at-once 5 --cache-gib 4 --requests 1 16 64 128 --profile \
+    python benchmarks/gpu_engine.py --at-once 5 --cache-gib 4 --requests 1 16 64 128 \
         --sides vanilla bfloat16 recurrent vocabulary recurrent+vocabulary --over vanilla bfloat16 recurrent
 
 Drafts are accepted with the probability ``--acceptance``: 2.5 tokens per step with the model's own K. The first side
@@ -48,8 +48,6 @@ names stay there:
     ttft/SIDE/over/RIVAL/KIND, ttft_ms/SIDE/KIND    first tokens of prompts that share a prefix: cold, hit, hit_at_once
     fits/SIDE, fits/SIDE/over/RIVAL    requests of 2,048 tokens that fit by vLLM's upper bound
     start_seconds/SIDE, draft_graphs_mib/SIDE
-    step_us/SIDE/N, step_idle_us/SIDE/N    with --profile: a decode step on the device, and the part without a kernel
-    drafter_us/SIDE/N, drafter_launches/SIDE/N    with --profile: the drafter's part; --logs has the time of each kernel
 
 Rivals are ``--over``, by default every side without nwor_ops. A rival has ratios over those named before it. Two
 hybrid engines with 36 GiB of cache fit on an H200, or with ``--cache-gib 12`` on an H100. An engine starts in one or
@@ -87,11 +85,9 @@ ACCEPTANCE_DIFFERENCE = 0.1  # tokens per step, of the mean of the runs from wha
 PREFIX_TOKENS, SUFFIX_TOKENS = 4608, 300  # eight blocks of 576 tokens, and less than one
 TTFT_SINGLE, TTFT_AT_ONCE = 16, 8  # prompts of a round, one by one and together
 FIT_TOKENS = 2048
-PROFILED_STEPS = 50
 GIB = 1 << 30
 # vLLM wants a block of states for each of max_num_seqs, and 12 GiB do not hold the default of an H100 (1,024).
 CACHE_GIB, SEQS_OF_SMALL_CACHE = 36, 512
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.model_runner"}
 
 # ---------------------------------------------------------------- models
@@ -533,27 +529,6 @@ class Run:
                 rows.append(row(f"draft_graphs_mib/{name}", [memory], "MiB", "lower", digits=1))
         self.save(rows, fits, f"fits-{'-'.join(self.engines)}")
 
-    def profile(self, count: int) -> None:
-        """Profile decode steps of each engine."""
-        found = {}
-        for name in self.engines:
-            self.ask(name, f"profile {count} 5")  # the profiler's own start
-            found[name] = self.ask(name, f"profile {count} {PROFILED_STEPS}")
-        rows = [one for name, answer in found.items() for one in profile_rows(name, count, answer)]
-        self.save(rows, found, f"profile-{'-'.join(found)}-{count}")
-
-
-def profile_rows(name: str, count: int, answer: dict[str, Any]) -> list[Row]:
-    """Return rows of a profile; see ``stop_profile`` in benchmark_engine.py."""
-    drafter = answer["drafter"]
-    launches = sum(drafter["launches"].get(one, 0) for one in LAUNCHES) / max(len(drafter["span_us"]), 1)
-    samples = {"step_us": answer["step_us"], "step_idle_us": answer["idle_us"], "drafter_us": drafter["span_us"]}
-    samples["drafter_launches"] = [launches]
-    return [
-        row(f"{kind}/{name}/{count}", some, kind.rpartition("_")[2], "lower", digits=1)
-        for kind, some in samples.items() if some
-    ]  # fmt: skip
-
 
 # ---------------------------------------------------------------- the command
 
@@ -596,7 +571,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache-gib", type=float, default=CACHE_GIB, help="cache of each engine")
     parser.add_argument("--acceptance", type=float, help="probability that a draft is accepted")
     parser.add_argument("--ttft-rounds", type=int, default=0, help="rounds that measure first tokens of long prompts")
-    parser.add_argument("--profile", action="store_true", help="profile decode steps at the end")
     parser.add_argument("--results", help="name of the file with the results")
     options = parser.parse_args(arguments)
     options.sides = options.sides or (["cow", "vanilla"] if options.small else ["recurrent", "vanilla"])
@@ -639,8 +613,6 @@ def main() -> int:
                         first = number * options.ttft_rounds
                         run.first_tokens(range(first, first + options.ttft_rounds))
                     run.facts()
-                    for count in options.requests if options.profile else ():
-                        run.profile(count)
                 except EngineFailed as error:
                     run.report(error)
                     run.close(run.engines)
