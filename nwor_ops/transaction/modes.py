@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Recovery(Protocol):
         redirects: those of the open window, which begin sets; None in mode ``"cow"``.
     """
 
-    redirects: Redirects | None
+    redirects: Any  # Redirects | None; a mode narrows it
 
     @property
     def log_bytes(self) -> int:
