@@ -12,6 +12,7 @@
 #include "drafter_expand.h"
 #include "drafter_extend.h"
 #include "drafter_inputs_padded.h"
+#include "drafter_local_lens.h"
 #include "drafter_next_token.h"
 #include "drafter_prefill.h"
 #include "drafter_sample.h"
@@ -34,6 +35,7 @@ void register_drafter(Library& m) {
     NWOR_OP(m, gumbel_sample, check_gumbel_sample);
     NWOR_OP(m, copy_expand_inputs, check_expand);
     NWOR_OP(m, extend_queries, check_extend);
+    NWOR_OP(m, dcp_local_seq_lens, check_local_seq_lens);
     NWOR_OP(m, gather_step_tokens, check_step_tokens);
     NWOR_OP(m, update_draft_vocabulary, check_vocabulary);
     NWOR_OP(m, argmax_draft_tokens, check_argmax);

@@ -17,7 +17,7 @@ ARGUMENTS = by_name({
     ids("[num_rows, num_sampled]"): "sampled_token_ids",
     ids("[num_rows, most sampled tokens] with at least one column"): "gather_step_tokens.sampled_tokens",
     ids("[num_rows] or [num_rows, steps]"): "gumbel_sample.sampled",
-    int32(ROWS): "target_seq_lens seq_lens cu_num_draft_tokens prepare_decode_inputs.input_ids "
+    int32(ROWS): "target_seq_lens seq_lens local_seq_lens cu_num_draft_tokens prepare_decode_inputs.input_ids "
     "update_draft_inputs.input_ids prepare_inputs_padded.valid_sampled_count",
     int32(STARTS): "target_query_start_loc query_start_loc cu_num_logits",
     int32(CAPACITY): "input_ids",
@@ -39,6 +39,7 @@ ARGUMENTS = by_name({
     flags(ROWS): "discarded",
     flags(TOKENS): "extend_queries.is_rejected",
     flags(CAPACITY): "is_rejected",
+    flags("[groups]"): "cp_sharded",
     Array(STATES, (torch.float32,)): "temperature",
     Array("[num_rows, vocab_size] with at least one token and fewer than 2^31", SOURCES): "logits",
     Array("[num_rows, num_logits]", SOURCES): "argmax_draft_tokens.logits expand_draft_logits.logits",

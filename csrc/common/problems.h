@@ -59,6 +59,7 @@ enum Problem {
     kDraftStepOutside,
     kPositionOutside,
     kPositionBelow,
+    kBlocksSplitRuns,
     // Recurrent states.
     kStateSlots,
     kStateSlotsTwice,
@@ -188,6 +189,9 @@ constexpr Wording kWordings[] = {
      "current_draft_step must be in [0, {limit}), got {value} at row {index}"},
     {kPositionOutside, kIndexError, "positions must be in [0, {limit}), got {value} at token {index}"},
     {kPositionBelow, kIndexError, "positions must be at least {limit}, got {value} at row {index}"},
+    {kBlocksSplitRuns, kValueError,
+     "block_sizes must be multiples of cp_interleave ({limit}) in groups that the ranks share, "
+     "got {value} in group {index}"},
     {kStateSlots, kIndexError, "state_slots[{index}] must be below {limit} (num_slots), got {value}"},
     {kStateSlotsTwice, kValueError,
      "state_slots must name a slot for one request only, got {value} for request {limit} and request "

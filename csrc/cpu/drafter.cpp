@@ -162,6 +162,10 @@ void run(const ExtendArguments& a, const Cpu&) {
     for (int64_t i = 0; i < a.num_items(); ++i) extend_item(a, i, num_real);
 }
 
+void run(const LocalLensArguments& a, const Cpu&) {
+    for (int64_t i = 0; i < a.local.length; ++i) local_lens_row(a, i);
+}
+
 void run(const StepTokensArguments& a, const Cpu&) {
     check_rows(a, a.rows.count);
     const int64_t num_real = a.rows.num_real();

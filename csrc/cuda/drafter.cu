@@ -101,6 +101,12 @@ __global__ void __launch_bounds__(kThreads)
     extend_item(a, i, a.rows.num_real());
 }
 
+// Grid: local_seq_lens.
+__global__ void __launch_bounds__(kThreads) local_lens_kernel(const __grid_constant__ LocalLensArguments a) {
+    wait_for_earlier_kernels();
+    local_lens_row(a, item_of_thread());
+}
+
 // Grid: the larger of sampled_tokens and context_tokens.
 __global__ void __launch_bounds__(kThreads)
     step_tokens_kernel(const __grid_constant__ StepTokensArguments a, const char* report_as) {
@@ -138,6 +144,9 @@ void run(const ExpandArguments& a, const Launch& launch) {
 }
 void run(const ExtendArguments& a, const Launch& launch) {
     start_items(extend_kernel, a, a.num_items(), launch, report_as(a.op));
+}
+void run(const LocalLensArguments& a, const Launch& launch) {
+    start_items(local_lens_kernel, a, a.local.length, launch);
 }
 void run(const StepTokensArguments& a, const Launch& launch) {
     start_items(step_tokens_kernel, a, a.num_items(), launch, report_as(a.op));

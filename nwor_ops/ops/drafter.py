@@ -34,6 +34,7 @@ __all__ = [
     "argmax_draft_tokens",
     "compute_slot_mappings",
     "copy_expand_inputs",
+    "dcp_local_seq_lens",
     "eagle_step",
     "expand_draft_logits",
     "extend_queries",
@@ -215,13 +216,17 @@ def compute_slot_mappings(
     block_tables: Sequence[Tensor],
     block_sizes: Sequence[int],
     slot_mappings: Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    cp_interleave: int = 1,
+    cp_sharded: Tensor | None = None,
 ) -> None:
     """Compute the cache slot of each token for every group of layers, in one launch over groups x tokens.
 
     The slot of a token at position p of row i is ``table[idx_mapping[i], p // B] * B + p % B``. Tokens of a row with a
     negative index get PAD, and no table is read for them; such rows need not be last here. Everything from
     ``query_start_loc[N]`` to the capacity gets PAD too. Same semantics as ``BlockTables.compute_slot_mappings`` of vLLM
-    0.33 without context parallelism.
+    0.33.
 
     Args:
         idx_mapping: int32 or int64 ``[N]``, any stride. Row of the block tables; negative means PAD.
@@ -230,8 +235,16 @@ def compute_slot_mappings(
         block_tables: 1 to 64 tensors int32 ``[S, columns]``, last stride 1, one per group.
         block_sizes: number of slots per block of each group, in tokens; 0 means a group without slots (all PAD).
         slot_mappings: int64 ``[groups, capacity]``, last stride 1; **mutated**, every element.
+        cp_size: number of ranks that share the cache by context parallelism; 1 means none.
+        cp_rank: this rank. Positions that another rank holds get PAD.
+        cp_interleave: number of consecutive tokens on one rank. With ``cp_size`` > 1, it must divide the block size of
+            each group that the ranks share. Otherwise two tokens would get one slot.
+        cp_sharded: bool ``[groups]``, contiguous. Whether the ranks share the cache of a group. None means that all
+            groups are shared.
 
     Raises:
+        ValueError: ``cp_interleave`` does not divide a block size. With
+            ``cp_sharded``, only the CPU raises the latter, and CUDA gives all tokens of that group PAD.
         IndexError: an index is >= S, or a position is negative or outside the columns (on the CPU).
 
     Example:
@@ -514,6 +527,33 @@ def extend_queries(
         ...     starts, lens, slots, block_size=4, max_model_len=128)
         >>> starts.tolist(), lens.tolist(), slots.tolist()
         ([0, 3], [5], [30, 31, 8, -1])
+    """
+
+
+@op(mutates=("local_seq_lens",))
+def dcp_local_seq_lens(
+    seq_lens: Tensor, local_seq_lens: Tensor, dcp_size: int, dcp_rank: int, cp_interleave: int = 1
+) -> None:
+    """Count the tokens of each sequence that lie on this rank of decode context parallelism.
+
+    Tokens are distributed over the ranks in turn, in runs of ``cp_interleave``. Same semantics as
+    ``prepare_dcp_local_seq_lens`` of vLLM 0.33.
+
+    Args:
+        seq_lens: int32 ``[N]``, contiguous; 0 in padded rows. A negative length counts as 0.
+        local_seq_lens: int32 ``[>= N]``, contiguous; **mutated**; 0 from row N on. It may start at the address of
+            ``seq_lens`` (in place); otherwise the two must not share memory.
+        dcp_size: number of ranks, > 0.
+        dcp_rank: this rank, in [0, dcp_size).
+        cp_interleave: number of consecutive tokens on one rank, > 0.
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> local = torch.zeros(2, dtype=torch.int32)
+        >>> ops.dcp_local_seq_lens(torch.tensor([5, 8], dtype=torch.int32), local, dcp_size=2, dcp_rank=1)
+        >>> local.tolist()
+        [2, 4]
     """
 
 

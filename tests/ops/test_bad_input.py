@@ -259,24 +259,23 @@ def test_conjugate_and_zero_views_are_not_written():
 
 
 def test_type_error_is_described_only_if_there_is_one():
-    overload = torch.ops.nwor.acceptance_mask_from_rejected.default
-    counts = torch.zeros(1, dtype=torch.int32)
-    for number in (0, True, torch.tensor(0), torch.tensor([0.0])):  # the dispatcher accepts them
-        assert describe_type_error(overload, (counts, counts.clone(), number)) is None
-    error = describe_type_error(overload, (counts, counts.clone(), 0.5))
+    overload = torch.ops.nwor.dcp_local_seq_lens.default
+    lens = torch.zeros(1, dtype=torch.int32)
+    for rank in (0, True, torch.tensor(0), torch.tensor([0.0])):  # the dispatcher accepts them
+        assert describe_type_error(overload, (lens, lens.clone(), 4, rank)) is None
+    error = describe_type_error(overload, (lens, lens.clone(), 4, 0.5, None))
     assert isinstance(error, TypeError)
-    message = "acceptance_mask_from_rejected: num_draft_tokens must be an int, got 0.5, a value of type float"
-    assert str(error) == message
-    error = describe_type_error(overload, (counts.to_sparse(),))
-    assert str(error) == "acceptance_mask_from_rejected: num_rejected must be a dense tensor, got torch.sparse_coo"
+    assert str(error) == "dcp_local_seq_lens: dcp_rank must be an int, got 0.5, a value of type float"
+    error = describe_type_error(overload, (lens.to_sparse(),))
+    assert str(error) == "dcp_local_seq_lens: seq_lens must be a dense tensor, got torch.sparse_coo"
 
 
 @pytest.mark.parametrize("value", [torch.tensor([2, 3]), torch.zeros(0), torch.tensor(2j), torch.zeros(3).numpy()])
 def test_an_array_is_no_number(value):
     """Tensors and arrays have the methods of numbers, but only those with one element are numbers."""
-    counts, got = torch.zeros(1, dtype=torch.int32), f"got a value of type {type(value).__name__}$"
-    with pytest.raises(TypeError, match=f"^acceptance_mask_from_rejected: num_draft_tokens must be an int, {got}"):
-        ops.acceptance_mask_from_rejected(counts, counts.clone(), value)
+    lens, got = torch.zeros(1, dtype=torch.int32), f"got a value of type {type(value).__name__}$"
+    with pytest.raises(TypeError, match=f"^dcp_local_seq_lens: dcp_size must be an int, {got}"):
+        ops.dcp_local_seq_lens(lens, lens.clone(), value, 0)
     slots = with_arguments("compute_slot_mappings", samples.calls("compute_slot_mappings")[0], block_sizes=[value])
     with pytest.raises(TypeError, match=rf"^compute_slot_mappings: block_sizes\[0\] must be an int, {got}"):
         ops.compute_slot_mappings(*slots)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 
+import bad_input
 import draft_examples as samples
 import oracle_checks
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from tensors import int32, int64, numbers
+from tensors import flags, int32, int64, numbers
 
 from nwor_ops import ops
 from nwor_ops.testing import layouts
@@ -105,10 +106,45 @@ def test_slots_by_hand(device):
     assert after["slot_mappings"].tolist() == [[*first, *second, *third, -1, -1, -1]]
 
 
-def test_group_without_slots(device):
-    slots = run("compute_slot_mappings", samples.slots(block_sizes=(4, 0)), device)["slot_mappings"]
-    assert (slots[0, :9] >= 0).all()
-    assert (slots[1] == -1).all()
+def test_ranks_share_the_slots():
+    """Every token has a slot on exactly one rank, and the tokens of a rank fill its blocks without a gap."""
+    for interleave in (1, 2, 4):
+        slots = []
+        for rank in range(2):
+            arguments = samples.slots(
+                (0, 16), (0,), (4,), 16, first_position=0, size=2, rank=rank, interleave=interleave
+            )
+            slots.append(run("compute_slot_mappings", arguments)["slot_mappings"][0])
+        assert ((slots[0] >= 0) != (slots[1] >= 0)).all()
+        for of_rank in slots:
+            assert of_rank[of_rank >= 0].tolist() == [*range(200, 208)]
+
+
+def test_only_shared_groups_need_whole_runs(device):
+    """A group of which each rank has all tokens, a group without slots, and a single rank."""
+    whole = samples.slots(block_sizes=(6, 4, 0), size=2, rank=0, interleave=3, sharded=flags(1, 0, 1))
+    after = run("compute_slot_mappings", whole, device)["slot_mappings"]
+    one_rank = run("compute_slot_mappings", samples.slots(block_sizes=(4, 4)))["slot_mappings"]
+    assert torch.equal(after[1].cpu(), one_rank[1])
+    assert (after[2] == -1).all()
+    alone = run("compute_slot_mappings", samples.slots(size=1, rank=0, interleave=3), device)["slot_mappings"]
+    assert torch.equal(alone.cpu(), one_rank[:1])
+
+
+@pytest.mark.debug_mode
+def test_blocks_that_split_a_run_of_a_rank(device):
+    """Two tokens would get one slot. With `cp_sharded`, CUDA finds it in the kernel, and the tokens get no slots."""
+    arguments = samples.slots(block_sizes=(4, 6), size=2, rank=0, interleave=3, sharded=flags(1, 1))
+    left = named("compute_slot_mappings", bad_input.left_by_the_oracle("compute_slot_mappings", arguments))
+    left["slot_mappings"][0] = -1
+    bad_input.check_bad_data(
+        "compute_slot_mappings", arguments, ValueError,
+        r"block_sizes must be multiples of cp_interleave \(3\) in groups that the ranks share, got 4 in group 0",
+        device, tuple(left.values()),
+    )  # fmt: skip
+    wrong = layouts.twin(samples.slots(block_sizes=(0, 6, 4), size=2, rank=0, interleave=3), device)
+    sentence = r"block_sizes\[2\] must be a multiple of cp_interleave \(3\) with cp_size > 1, got 4"
+    oracle_checks.refuse("compute_slot_mappings", wrong, ValueError, sentence)
 
 
 def test_eagle_step_by_hand(device):
@@ -215,6 +251,25 @@ def test_expand_draft_logits_by_hand(device):
     assert out[0] == out[2] == out[4] == -math.inf
     assert math.isnan(out[1])
     assert out[3] == 1.0
+
+
+def test_local_lens_by_hand(device):
+    """Four ranks take turns of two tokens, so rank 1 holds tokens 2, 3, 10, 11, 18, ..."""
+    after = run("dcp_local_seq_lens", samples.local_lens(), device)
+    assert after["local_seq_lens"].tolist() == [0, 0, 2, 2, 2, 26, 0, 0]
+
+
+@pytest.mark.parametrize("interleave", [1, 3])
+def test_local_lens_of_all_ranks_add_up(interleave):
+    lengths = tuple(range(50))
+    parts = [
+        run("dcp_local_seq_lens", samples.local_lens(lengths, 4, rank, interleave))["local_seq_lens"]
+        for rank in range(4)
+    ]
+    assert sum(parts)[:50].tolist() == list(lengths)
+    one = int32(*lengths)
+    ops.dcp_local_seq_lens(one, one, 4, 0, interleave)
+    assert torch.equal(one, parts[0][:50])
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])

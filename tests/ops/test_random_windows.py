@@ -124,17 +124,16 @@ def test_byte_outside_arguments_is_found(monkeypatch):
 
 
 def test_message_names_first_place(monkeypatch):
-    def eagle_step(positions, block_table, seq_lens, *rest):
-        original(positions, block_table, seq_lens, *rest)
-        seq_lens[1] += 2
+    def dcp_local_seq_lens(seq_lens, local_seq_lens, *rest):
+        original(seq_lens, local_seq_lens, *rest)
+        local_seq_lens[1] += 2
 
-    original = ops.eagle_step
-    monkeypatch.setattr(ops, "eagle_step", eagle_step)
-    lengths, positions = surrounded(torch.tensor([4, 8], dtype=torch.int32)), torch.tensor([3, 7])
-    arguments = (positions, torch.ones(2, 4, dtype=torch.int32), lengths, positions.clone(), positions.clone(), 4, 32)
-    sentence = "eagle_step: seq_lens[1] must be 9, as the oracle says, got 11 (1 of 2 elements differ)"
+    original = ops.dcp_local_seq_lens
+    monkeypatch.setattr(ops, "dcp_local_seq_lens", dcp_local_seq_lens)
+    lengths = surrounded(torch.tensor([5, 9], dtype=torch.int32))
+    sentence = "dcp_local_seq_lens: local_seq_lens[1] must be 4, as the oracle says, got 6 (1 of 2 elements differ)"
     with pytest.raises(Mismatch, match=f"^{re.escape(sentence)}$"):
-        compare_with_oracle("eagle_step", arguments)
+        compare_with_oracle("dcp_local_seq_lens", (lengths, torch.zeros_like(lengths), 2, 1, 2))
 
 
 def test_numbers_within_tolerance_are_accepted(monkeypatch):

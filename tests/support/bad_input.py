@@ -196,6 +196,7 @@ _MAY_SHARE: dict[str, tuple[str, str]] = {
     "accept_staged": ("counters", "window_id"),
     "update_draft_inputs": ("hidden_states", "next_hidden_states"),
     "eagle_step": ("positions", "new_positions"),
+    "dcp_local_seq_lens": ("seq_lens", "local_seq_lens"),
 }
 # What each op of family shadow compares with all of its other arguments; also `saved_slots` with `slot_mappings`.
 _COMPARED_WITH_ALL = {"caches", "page_offsets", "row_rejected", "num_accepted", "counters"}

@@ -53,13 +53,21 @@ def update(
     )  # fmt: skip
 
 
-def slots(block_sizes: tuple[int, ...] = (4,)) -> tuple[Any, ...]:
+def slots(
+    starts: tuple[int, ...] = (0, 4, 5, 9, 9),
+    states: tuple[int, ...] = (3, 0, 2, PADDED),
+    block_sizes: tuple[int, ...] = (4,),
+    capacity: int = 12,
+    first_position: int = 2,
+    **context_parallel: Any,
+) -> tuple[Any, ...]:
     tables = [
         surrounded(torch.arange(30, dtype=torch.int32).view(5, 6) * (g + 1) + 50) for g in range(len(block_sizes))
     ]
+    tokens = max(starts) + 1
     return (
-        int32(3, 0, 2, PADDED), int32(0, 4, 5, 9, 9), int64(*range(2, 12)), tables, list(block_sizes),
-        poisoned(len(block_sizes), 12, dtype=torch.int64),
+        int32(*states), int32(*starts), int64(*range(first_position, first_position + tokens)), tables,
+        list(block_sizes), poisoned(len(block_sizes), capacity, dtype=torch.int64), *context_parallel.values(),
     )  # fmt: skip
 
 
@@ -115,6 +123,12 @@ def extend(first_position: int = 20) -> tuple[Any, ...]:
         surrounded(torch.arange(16) % 5 == 3), surrounded(torch.arange(32, dtype=torch.int32).view(4, 8) + 50),
         poisoned(7), poisoned(6), poisoned(16, dtype=torch.int64), 4, 32, int32(3, 0, 2, PADDED),
     )  # fmt: skip
+
+
+def local_lens(
+    lengths: tuple[int, ...] = (0, 1, 7, 8, 9, 100), size: int = 4, rank: int = 1, interleave: int = 2
+) -> tuple[Any, ...]:
+    return int32(*lengths), poisoned(len(lengths) + 2), size, rank, interleave
 
 
 def vocabulary(

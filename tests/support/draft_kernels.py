@@ -28,6 +28,7 @@ KERNELS = {
         "eagle_step_slot_mapping_metadata_kernel", "eagle_prepare_inputs_padded_kernel",
         "eagle_prepare_next_token_padded_kernel", "copy_and_expand_eagle_inputs_kernel",
     ),
+    "v1/worker/gpu/cp_utils.py": ("_dcp_local_seq_lens_kernel",),
     "v1/worker/gpu/block_table.py": ("_compute_slot_mappings_kernel",),
     "v1/worker/gpu/buffer_utils.py": ("_load_ptr",),
 }  # fmt: skip
@@ -201,8 +202,8 @@ def compare_expand(vllm, b: Batch) -> None:
     same(ours[3][:r], theirs[3][:r])
 
 
-def compare_rows(vllm, b: Batch) -> None:
-    """Compare eagle_step, prepare_inputs_padded and prepare_next_token_padded."""
+def compare_rows(vllm, b: Batch, seed: int) -> None:
+    """Compare eagle_step, prepare_inputs_padded, prepare_next_token_padded and dcp_local_seq_lens."""
     r = b.rows
     positions, table = torch.randint(0, LONGEST + 2, (r,)), torch.randint(0, 500, (ROWS, 10), dtype=torch.int32)
     ours, theirs = (((positions + 1).int(), int64(r), int64(ROWS)) for _ in range(2))
@@ -230,17 +231,24 @@ def compare_rows(vllm, b: Batch) -> None:
     same(ours[0], theirs[0])
     same(ours[1], theirs[1])
 
+    local, local2 = int32(ROWS), int32(ROWS)
+    ops.dcp_local_seq_lens(b.seq_lens[:r], local, 4, seed % 4, 1 + seed % 3)
+    vllm._dcp_local_seq_lens_kernel[(1,)](local2, b.seq_lens, 4, seed % 4, 1 + seed % 3, r, ROWS, 128)
+    same(local, local2)
 
-def compare_slots(vllm, b: Batch) -> None:
+
+def compare_slots(vllm, b: Batch, cp_size: int) -> None:
     r, sizes = b.rows, [4, 8]
     tables = [torch.randint(0, 500, (STATES, 20), dtype=torch.int32) for _ in sizes]
-    slots, slots2 = int64(2, CAPACITY), int64(2, CAPACITY)
-    ops.compute_slot_mappings(b.states[:r], b.starts, b.positions, tables, sizes, slots)
+    slots, slots2, sharded = int64(2, CAPACITY), int64(2, CAPACITY), torch.tensor([True, False])
+    ops.compute_slot_mappings(
+        b.states[:r], b.starts, b.positions, tables, sizes, slots, cp_size, cp_size - 1, 2, sharded
+    )
     vllm._compute_slot_mappings_kernel[(2, r + 1)](
         CAPACITY, b.states[:r], b.starts, b.positions,
         torch.tensor([table.data_ptr() for table in tables], dtype=torch.uint64), torch.tensor([20, 20]),
-        torch.tensor(sizes, dtype=torch.int32), torch.tensor([True, True]), torch.tensor([True, False]), slots2,
-        CAPACITY, 0, CP_SIZE=1, CP_INTERLEAVE=1, PAD_ID=-1, TRITON_BLOCK_SIZE=1024,
+        torch.tensor(sizes, dtype=torch.int32), torch.tensor([True, True]), sharded, slots2, CAPACITY, cp_size - 1,
+        CP_SIZE=cp_size, CP_INTERLEAVE=2, PAD_ID=-1, TRITON_BLOCK_SIZE=1024,
     )  # fmt: skip
     same(slots, slots2)
 
@@ -253,8 +261,9 @@ def main() -> None:
         compare_loop(vllm, batch)
         compare_standalone(vllm, batch)
         compare_expand(vllm, batch)
-        compare_rows(vllm, batch)
-        compare_slots(vllm, batch)
+        compare_rows(vllm, batch, seed)
+        for cp_size in (1, 2):
+            compare_slots(vllm, batch, cp_size)
     print(f"{BATCHES} batches equal")
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "argmax_draft_tokens",
     "compute_slot_mappings",
     "copy_expand_inputs",
+    "dcp_local_seq_lens",
     "eagle_step",
     "expand_draft_logits",
     "extend_queries",
@@ -99,15 +100,25 @@ def _slot(table: Tensor, row: int, position: int, block_size: int) -> int:
 
 
 def compute_slot_mappings(
-    idx_mapping, query_start_loc, positions, block_tables, block_sizes, slot_mappings
+    idx_mapping, query_start_loc, positions, block_tables, block_sizes, slot_mappings, cp_size=1, cp_rank=0,
+    cp_interleave=1, cp_sharded=None,
 ) -> None:  # fmt: skip
     slot_mappings.fill_(PAD)
     for group, (table, block_size) in enumerate(zip(block_tables, block_sizes, strict=True)):
+        sharded = cp_sharded is None or bool(cp_sharded[group])
         for row, state in enumerate(idx_mapping.tolist()):
             if state < 0 or block_size == 0:
                 continue
             for token in range(int(query_start_loc[row]), int(query_start_loc[row + 1])):
-                slot_mappings[group, token] = _slot(table, state, int(positions[token]), block_size)
+                position = int(positions[token])
+                if cp_size > 1 and sharded:
+                    # Count the tokens of each rank up to this one; block tables cover cp_size * block_size tokens.
+                    base = position - position % (block_size * cp_size)
+                    ranks = [p // cp_interleave % cp_size for p in range(position - base + 1)]
+                    if ranks[-1] != cp_rank:
+                        continue
+                    position = base // cp_size + ranks[:-1].count(cp_rank)
+                slot_mappings[group, token] = _slot(table, state, position, block_size)
 
 
 def eagle_step(positions, block_table, seq_lens, new_positions, slot_mapping, block_size, max_model_len) -> None:
@@ -260,6 +271,13 @@ def extend_queries(
         for token in range(starts[row], starts[row + 1]):
             if not is_rejected[token] and positions[token] < max_model_len:
                 slot_mapping[token] = _slot(block_table, row, int(positions[token]), block_size)
+
+
+def dcp_local_seq_lens(seq_lens, local_seq_lens, dcp_size, dcp_rank, cp_interleave=1) -> None:
+    lengths = seq_lens.tolist()
+    local_seq_lens.zero_()
+    for row, length in enumerate(lengths):
+        local_seq_lens[row] = sum(1 for token in range(length) if token // cp_interleave % dcp_size == dcp_rank)
 
 
 def gather_step_tokens(

@@ -14,9 +14,9 @@ the window of its family::
 
 Example:
     >>> from nwor_ops.testing import samples
-    >>> positions, *_ = samples.calls("eagle_step")[0]
-    >>> positions.dtype
-    torch.int64
+    >>> seq_lens, local_seq_lens, *_ = samples.calls("dcp_local_seq_lens")[0]
+    >>> local_seq_lens.dtype
+    torch.int32
 """
 
 from __future__ import annotations

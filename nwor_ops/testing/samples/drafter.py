@@ -76,6 +76,12 @@ def window(dice: Dice) -> Calls[None]:
     yield from _longer_queries(dice, rows)
     yield from _step_tokens(dice, rows)
     yield from _vocabulary(dice)
+    size = dice.size(4, 1)
+    lengths = dice.int32(dice.numbers(rows.num_rows, 100, -3))
+    yield Call(
+        "dcp_local_seq_lens",
+        (lengths, dice.poisoned(rows.num_rows + 2), size, dice.size(size - 1), dice.size(4, 1)),
+    )
 
 
 def _prefill(dice: Dice, rows: Rows) -> Calls[None]:
@@ -91,13 +97,15 @@ def _prefill(dice: Dice, rows: Rows) -> Calls[None]:
 
 
 def _slots(dice: Dice, rows: Rows) -> Calls[None]:
-    groups = dice.size(3, 1)
+    groups, cp_size = dice.size(3, 1), dice.choice((1, 1, 2, 4))
     states = [-1 if dice.chance(0.1) else state for state in rows.states]  # here padding need not be last
+    shared = dice.flags([dice.chance() for _ in range(groups)]) if dice.maybe(0.3) else None
     yield Call("compute_slot_mappings", (
         dice.ids(states), dice.int32(rows.starts(sum(rows.lengths))), dice.int64(rows.positions()),
         [dice.table(rows.num_states, rows.columns) for _ in range(groups)],
         [rows.block_size * dice.choice((1, 2)) if dice.maybe(0.9) else 0 for _ in range(groups)],
-        dice.poisoned(groups, rows.capacity + 4, dtype=torch.int64),
+        dice.poisoned(groups, rows.capacity + 4, dtype=torch.int64), cp_size, dice.size(cp_size - 1),
+        dice.choice((1, rows.block_size)), shared,
     ))  # fmt: skip
 
 
