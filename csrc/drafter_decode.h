@@ -19,7 +19,9 @@ struct DecodeArguments {
     Vector<int32_t> input_ids;
     Vector<int64_t> positions;
     Vector<int32_t> query_start_loc, seq_lens;
+    int64_t* sample_positions;  // null if not given
     int64_t max_model_len;
+    bool advance;
 
     int64_t num_items() const { return std::max(query_start_loc.length, seq_lens.length); }
 };
@@ -36,8 +38,9 @@ inline DecodeArguments check_decode(
     const Tensor& query_start_loc,  // int32 [num_rows + 1], written
     const Tensor& seq_lens,         // int32 [num_rows], written
     int64_t max_model_len,
-    const std::optional<Tensor>& idx_mapping  // ids [num_rows]
-) {
+    const std::optional<Tensor>& idx_mapping,       // ids [num_rows]
+    const std::optional<Tensor>& sample_positions,  // int64 [num_rows], written
+    bool advance_positions) {
     const Argument dt{op, "draft_tokens", draft_tokens}, ts{op, "target_seq_lens", target_seq_lens},
         nr{op, "num_rejected", num_rejected}, ii{op, "input_ids", input_ids}, po{op, "positions", positions},
         qs{op, "query_start_loc", query_start_loc}, sl{op, "seq_lens", seq_lens};
@@ -59,9 +62,14 @@ inline DecodeArguments check_decode(
     a.positions = int64_view(po, m, "[length of seq_lens]");
     a.query_start_loc = int32_view(qs, n + 1, "[num_rows + 1]");
     a.max_model_len = max_model_len;
-    std::vector<Argument> inputs{dt, ts, nr};
+    a.advance = advance_positions;
+    std::vector<Argument> inputs{dt, ts, nr}, outputs{ii, po, qs, sl};
     add_given(inputs, op, "idx_mapping", idx_mapping);
-    check_placement(op, inputs, {ii, po, qs, sl});
+    if (sample_positions.has_value()) {
+        outputs.push_back({op, "sample_positions", *sample_positions});
+        a.sample_positions = int64_view(outputs.back(), m, "[length of seq_lens]").data;
+    }
+    check_placement(op, inputs, outputs);
     return a;
 }
 
@@ -76,10 +84,18 @@ NWOR_HOST_DEVICE inline void decode_row(const DecodeArguments& a, int64_t i) {
     a.query_start_loc.set(i, real ? i : a.rows.num_real());
     if (i >= a.seq_lens.length) return;
     a.input_ids[i] = real ? static_cast<int32_t>(a.first_drafts[i]) : 0;
-    a.positions[i] = real ? sum_up_to(a.max_model_len - 1, a.positions[i], 1) : 0;
+    if (!real)
+        a.positions[i] = 0;
+    else if (a.advance)
+        a.positions[i] = sum_up_to(a.max_model_len - 1, a.positions[i], 1);
     int64_t length = 0;
-    if (real) length = least(a.target_seq_lens[i] - within_32_bits(a.num_rejected[i]) + 1, a.max_model_len);
+    if (real) {
+        length = a.target_seq_lens[i] - within_32_bits(a.num_rejected[i]);
+        if (a.advance) length = least(length + 1, a.max_model_len);
+    }
     a.seq_lens[i] = static_cast<int32_t>(within_32_bits(length));
+    if (a.sample_positions != nullptr)
+        a.sample_positions[i] = real ? sum_up_to(INT64_MAX, a.sample_positions[i], 1) : 0;
 }
 
 }  // namespace nwor

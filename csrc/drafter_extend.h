@@ -1,4 +1,4 @@
-// The op extend_queries: starts, lengths and slots of queries with a new token.
+// The op extend_queries: starts, lengths and slots of queries with new tokens.
 #pragma once
 
 #include <algorithm>
@@ -20,10 +20,10 @@ struct ExtendArguments {
     BlockTable table;
     Vector<int32_t> query_start_loc, seq_lens;
     Vector<int64_t> slots;
-    int64_t max_model_len;
+    int64_t growth, max_model_len;
 
     int64_t num_items() const { return std::max({query_start_loc.length, seq_lens.length, slots.length}); }
-    NWOR_HOST_DEVICE int64_t out_start(int64_t row) const { return starts[row] + row; }
+    NWOR_HOST_DEVICE int64_t out_start(int64_t row) const { return starts[row] + row * growth; }
     // Number of tokens that have a position and a flag.
     NWOR_HOST_DEVICE int64_t num_tokens() const { return least(positions.length, is_rejected.length); }
 };
@@ -39,7 +39,7 @@ inline ExtendArguments check_extend(const char* op,
                                     const Tensor& query_start_loc,         // int32 [num_rows + 1], written
                                     const Tensor& seq_lens,                // int32 [num_rows], written
                                     const Tensor& slot_mapping,            // int64 [capacity], written
-                                    int64_t block_size, int64_t max_model_len,
+                                    int64_t block_size, int64_t max_model_len, int64_t num_new_tokens,
                                     const std::optional<Tensor>& idx_mapping  // ids [num_rows]
 ) {
     const Argument tq{op, "target_query_start_loc", target_query_start_loc},
@@ -49,6 +49,7 @@ inline ExtendArguments check_extend(const char* op,
         sm{op, "slot_mapping", slot_mapping};
     check_positive(op, "block_size", block_size);
     check_positive(op, "max_model_len", max_model_len);
+    check_not_negative(op, "num_new_tokens", num_new_tokens);
     ExtendArguments a{};
     a.op = op;
     a.target_seq_lens = int32_view(ts, 0, "[num_rows]").data;
@@ -62,6 +63,7 @@ inline ExtendArguments check_extend(const char* op,
     a.query_start_loc = int32_view(qs, n + 1, "[num_rows + 1]");
     a.seq_lens = int32_view(sl, n, "[num_rows]");
     a.slots = int64_view(sm, 0, "[capacity]");
+    a.growth = num_new_tokens;
     a.max_model_len = max_model_len;
     std::vector<Argument> inputs{tq, ts, po, ir, bt};
     add_given(inputs, op, "idx_mapping", idx_mapping);
@@ -90,9 +92,9 @@ NWOR_HOST_DEVICE inline Found problem_of_row(const ExtendArguments& a, int64_t r
 
 NWOR_HOST_DEVICE inline void extend_item(const ExtendArguments& a, int64_t i, int64_t num_real) {
     a.query_start_loc.set(i, a.out_start(least(i, num_real)));
-    a.seq_lens.set(i, i < num_real ? least(int64_t{a.target_seq_lens[i]} + 1, a.max_model_len) : 0);
+    a.seq_lens.set(i, i < num_real ? least(int64_t{a.target_seq_lens[i]} + a.growth, a.max_model_len) : 0);
     if (i >= a.slots.length) return;
-    const int64_t row = row_of_token(a.starts, num_real, i, 1);
+    const int64_t row = row_of_token(a.starts, num_real, i, a.growth);
     const bool owned = row < num_real && i < a.num_tokens();
     a.slots[i] = owned && needs_slot(a, i) ? a.table.slot(row, a.positions[i]) : kPadSlot;
 }

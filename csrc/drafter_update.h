@@ -18,7 +18,9 @@ struct UpdateArguments {
     int32_t* input_ids;
     int64_t* positions;
     int32_t* seq_lens;
+    int64_t* sample_positions;  // null if not given
     int64_t num_speculative_steps, max_model_len;
+    bool advance;
     // One hidden row per row. Width 0 if there is nothing to copy. Strides are in elements.
     const char* hidden;
     char* next_hidden;
@@ -64,8 +66,9 @@ inline UpdateArguments check_update(
     const std::optional<Tensor>& idx_mapping,    // ids [num_rows]
     const std::optional<Tensor>& hidden_states,  // [num_rows, hidden_size]
     const std::optional<Tensor>&
-        next_hidden_states  // dtype of hidden_states [num_rows, hidden_size], written
-) {
+        next_hidden_states,                         // dtype of hidden_states [num_rows, hidden_size], written
+    const std::optional<Tensor>& sample_positions,  // int64 [num_rows], written
+    bool advance_positions) {
     const Argument sa{op, "sampled", sampled}, st{op, "current_draft_step", current_draft_step},
         dt{op, "draft_tokens", draft_tokens}, ii{op, "input_ids", input_ids}, po{op, "positions", positions},
         sl{op, "seq_lens", seq_lens};
@@ -86,10 +89,15 @@ inline UpdateArguments check_update(
     a.seq_lens = int32_view(sl, n, "[num_rows]").data;
     a.num_speculative_steps = num_speculative_steps;
     a.max_model_len = max_model_len;
+    a.advance = advance_positions;
     if (hidden_states.has_value() != next_hidden_states.has_value())
         fail(op, "hidden_states and next_hidden_states must be given together");
     std::vector<Argument> inputs{sa, st}, outputs{dt, ii, po, sl};
     add_given(inputs, op, "idx_mapping", idx_mapping);
+    if (sample_positions.has_value()) {
+        outputs.push_back({op, "sample_positions", *sample_positions});
+        a.sample_positions = int64_view(outputs.back(), n, "[num_rows]").data;
+    }
     if (hidden_states.has_value()) {
         const Argument from{op, "hidden_states", *hidden_states},
             to{op, "next_hidden_states", *next_hidden_states};
@@ -119,6 +127,8 @@ NWOR_HOST_DEVICE inline void update_row(const UpdateArguments& a, int64_t i) {
     a.draft_tokens[step].set(i, token);
     if (a.is_last_step()) return;
     a.input_ids[i] = static_cast<int32_t>(token);
+    if (a.sample_positions != nullptr) a.sample_positions[i] = sum_up_to(INT64_MAX, a.sample_positions[i], 1);
+    if (!a.advance) return;
     a.positions[i] = sum_up_to(a.max_model_len - 1, a.positions[i], 1);
     a.seq_lens[i] = static_cast<int32_t>(least(int64_t{a.seq_lens[i]} + 1, a.max_model_len));
 }

@@ -71,7 +71,7 @@ class StandaloneFirstPass(FirstPass):
     def __init__(self, target: TargetBatch, buffers: DraftBuffers, max_num_tokens: int, max_len: int) -> None:
         self.target, self.buffers, self.max_len = target, buffers, max_len
         device = buffers.device
-        self.unwritten = torch.zeros(max_num_tokens, dtype=torch.bool, device=device)
+        self.unwritten, self.is_masked = torch.zeros(2, max_num_tokens, dtype=torch.bool, device=device)
         self.sample_indices = torch.zeros(buffers.max_num_reqs, dtype=torch.int64, device=device)
         self.sampler: DraftSampler
         buffers.register(**{f"target_{name}": tensor for name, tensor in vars(target).items()})
@@ -82,7 +82,7 @@ class StandaloneFirstPass(FirstPass):
         ops.copy_expand_inputs(
             target.input_ids, target.positions, target.query_start_loc, target.num_rejected[:rows],
             target.next_tokens, buffers.input_ids[:tokens], buffers.positions[:tokens], self.unwritten[:tokens],
-            self.sample_indices, idx_mapping=idx_mapping,
+            self.is_masked[:tokens], self.sample_indices, idx_mapping=idx_mapping,
         )  # fmt: skip
         # A token after the end of the sequence gets no slot: at a clamped position it would share the slot of another
         # token.

@@ -116,6 +116,11 @@ inline void check_not_negative(const char* op, const char* name, int64_t value) 
     check_below_2_31(op, name, value);
 }
 
+// An id that is written to an int32 tensor.
+inline void check_id(const char* op, const char* name, int64_t id) {
+    if (id != within_32_bits(id)) fail(op, name, " must fit 32 bits, got ", id);
+}
+
 // A float option, rounded to the float32 that kernels compute with. `range` describes the limits in the
 // message.
 inline float float_option(const char* op, const char* name, double value, const char* range = "",

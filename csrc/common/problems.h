@@ -51,6 +51,7 @@ enum Problem {
     kTokensPastPositions,
     kTokensPastFlags,
     kTokensPastIds,
+    kTokensPastHidden,
     kTokensPastSlots,
     kTokensPastMappings,
     kRealAfterPadded,
@@ -176,6 +177,9 @@ constexpr Wording kWordings[] = {
      "{value}"},
     {kTokensPastIds, kValueError,
      "input_ids must hold every token, got {limit} places where request {index} ends at token {value}"},
+    {kTokensPastHidden, kValueError,
+     "hidden_state_mapping must hold every token, got {limit} places where request {index} ends at token "
+     "{value}"},
     {kTokensPastSlots, kValueError,
      "slot_mapping must hold every token, got {limit} places where request {index} ends at token {value}"},
     {kTokensPastMappings, kValueError,

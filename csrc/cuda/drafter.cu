@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) next_token_kernel(const __grid_const
     next_token_row(a, item_of_thread());
 }
 
-// Grid: the longer of [capacity] and new_token_indices.
+// Grid: the longest of [capacity], new_token_indices and hidden_state_mapping.
 __global__ void __launch_bounds__(kThreads)
     expand_kernel(const __grid_constant__ ExpandArguments a, const char* report_as) {
     wait_for_earlier_kernels();

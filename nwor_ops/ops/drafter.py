@@ -114,7 +114,7 @@ def prepare_prefill_inputs(
     """
 
 
-@op(mutates=("input_ids", "positions", "query_start_loc", "seq_lens"))
+@op(mutates=("input_ids", "positions", "query_start_loc", "seq_lens", "sample_positions"))
 def prepare_decode_inputs(
     draft_tokens: Tensor,
     target_seq_lens: Tensor,
@@ -125,12 +125,15 @@ def prepare_decode_inputs(
     seq_lens: Tensor,
     max_model_len: int,
     idx_mapping: Tensor | None = None,
+    sample_positions: Tensor | None = None,
+    advance_positions: bool = True,
 ) -> None:
     """Prepare the steps of one token per request after the first pass.
 
     Row i < R gets the id ``draft_tokens[i, 0]``, the position ``min(position + 1, L - 1)`` and the sequence length
-    ``min(target_seq_lens[i] - num_rejected[i] + 1, L)``. Rows [R, M) become inert. Same semantics as
-    ``prepare_decode_inputs`` of vLLM 0.33 for a drafter that writes keys.
+    ``min(target_seq_lens[i] - num_rejected[i] + 1, L)``. If positions do not advance (Gemma4's drafter writes no keys),
+    the position stays and the length is ``target_seq_lens[i] - num_rejected[i]``. Rows [R, M) become inert. Same
+    semantics as ``prepare_decode_inputs`` of vLLM 0.33 otherwise.
 
     Args:
         draft_tokens: int32 or int64 ``[N, >= 1]``, any strides. Only column 0 is read.
@@ -143,6 +146,9 @@ def prepare_decode_inputs(
         seq_lens: int32 ``[M]``, contiguous; **mutated**: 0 from row R on.
         max_model_len: L, > 0.
         idx_mapping: int32 or int64 ``[>= N]``, any stride, or None. Only the signs are read.
+        sample_positions: int64 ``[>= M]``, contiguous, or None; **mutated**. Positions that key the noise. They grow by
+            one in each step and are never clamped. They are 0 in rows [R, M).
+        advance_positions: whether each draft token writes a key, so that positions advance.
 
     Example:
         >>> import torch
@@ -157,7 +163,7 @@ def prepare_decode_inputs(
     """
 
 
-@op(mutates=("draft_tokens", "input_ids", "positions", "seq_lens", "next_hidden_states"))
+@op(mutates=("draft_tokens", "input_ids", "positions", "seq_lens", "next_hidden_states", "sample_positions"))
 def update_draft_inputs(
     sampled: Tensor,
     current_draft_step: Tensor,
@@ -170,6 +176,8 @@ def update_draft_inputs(
     idx_mapping: Tensor | None = None,
     hidden_states: Tensor | None = None,
     next_hidden_states: Tensor | None = None,
+    sample_positions: Tensor | None = None,
+    advance_positions: bool = True,
 ) -> None:
     """End one draft step: store the sampled token and prepare the inputs of the next step.
 
@@ -183,14 +191,16 @@ def update_draft_inputs(
         current_draft_step: int64 ``[]`` or ``[1]``, at a fixed address, so that one captured step serves every step.
         draft_tokens: int32 or int64 ``[>= N, >= num_speculative_steps]``, any strides; **mutated** in one column.
         input_ids: int32 ``[>= N]``, contiguous; **mutated**.
-        positions: int64 ``[>= N]``, contiguous; **mutated**.
-        seq_lens: int32 ``[>= N]``, contiguous; **mutated**.
+        positions: int64 ``[>= N]``, contiguous; **mutated** if ``advance_positions``.
+        seq_lens: int32 ``[>= N]``, contiguous; **mutated** if ``advance_positions``.
         num_speculative_steps: K, > 0.
         max_model_len: L, > 0.
         idx_mapping: int32 or int64 ``[>= N]``, any stride, or None. Only the signs are read.
         hidden_states: ``[>= N, width]``, 1, 2, 4 or 8 bytes per element, any strides, or None.
         next_hidden_states: ``[>= N, width]``, same dtype, any strides, or None (both or neither); **mutated**. It may
             be the same view as ``hidden_states``, and then nothing is copied. Otherwise the two must not share memory.
+        sample_positions: int64 ``[>= N]``, contiguous, or None; **mutated**: + 1, never clamped.
+        advance_positions: as in :func:`prepare_decode_inputs`.
 
     Raises:
         IndexError: the step is outside the columns of ``draft_tokens`` (on the CPU).
@@ -425,7 +435,7 @@ def gumbel_sample(
     """
 
 
-@op(mutates=("input_ids", "positions", "is_rejected", "new_token_indices"))
+@op(mutates=("input_ids", "positions", "is_rejected", "is_masked", "new_token_indices", "hidden_state_mapping"))
 def copy_expand_inputs(
     target_input_ids: Tensor,
     target_positions: Tensor,
@@ -435,19 +445,27 @@ def copy_expand_inputs(
     input_ids: Tensor,
     positions: Tensor,
     is_rejected: Tensor,
+    is_masked: Tensor,
     new_token_indices: Tensor,
+    num_new_tokens: int = 1,
+    padding_token_id: int = 0,
+    mask_token_id: int = 0,
+    shift_input_ids: bool = False,
     max_model_len: int | None = None,
     idx_mapping: Tensor | None = None,
+    hidden_state_mapping: Tensor | None = None,
 ) -> None:
-    """Prepare the first pass of a drafter that reads the sequence itself: insert a new token in each request.
+    """Prepare the first pass of a drafter that reads the sequence itself: insert P new tokens in each request.
 
-    Each request becomes: its accepted tokens | the bonus token | its rejected tokens. Request i starts at
-    ``target_query_start_loc[i] + i``. Positions continue from the request's first one, through the rejected tokens too.
-    A request without tokens gets no new one: the token that it grows by is marked as rejected, and its index is 0.
+    Each request becomes: its accepted tokens | the bonus token | P - 1 mask tokens | its rejected tokens. It grows by P
+    tokens (``num_new_tokens``), or by P - 1 if ids are shifted, because shifting drops the first id. Request i starts
+    at ``target_query_start_loc[i] + i * growth``. Positions continue from the request's first one, through the rejected
+    tokens too. A request without tokens gets no new ones: the tokens it grows by are marked as rejected, and its
+    indices are 0.
 
-    Same semantics as ``prepare_prefill_inputs`` of ``standalone_ar`` in vLLM 0.33, and as
-    ``copy_and_expand_eagle_inputs`` of its V1 runner for one new token. The latter gives rejected tokens position 0; a
-    slot computed from it would be the sequence's first.
+    It covers two functions of vLLM 0.33: ``prepare_prefill_inputs`` of ``standalone_ar`` (P = 1, with ``idx_mapping``
+    and ``max_model_len``), and ``copy_and_expand_eagle_inputs`` of the V1 runner. The latter gives rejected tokens
+    position 0; a slot computed from it would be the sequence's first.
 
     Args:
         target_input_ids: int32 or int64 ``[>= T]``, any stride.
@@ -456,13 +474,22 @@ def copy_expand_inputs(
         num_rejected: int32 or int64 ``[N]``, any stride; clamped to the tokens of the request.
         next_token_ids: int32 or int64, any stride. The bonus token of each row ``[>= N]``, or, with ``idx_mapping``, of
             each request-state index ``[S]``.
-        input_ids: int32 ``[capacity]``, contiguous; **mutated**. It is 0 at rejected tokens and after the last request.
+        input_ids: int32 ``[capacity]``, contiguous; **mutated**. It is ``padding_token_id`` at rejected tokens and
+            after the last request.
         positions: int64 ``[capacity]``, contiguous; **mutated**. It is 0 after the last request.
         is_rejected: bool ``[capacity]``, contiguous; **mutated**. It is True also after the last request.
-        new_token_indices: int32 or int64 ``[>= N]``, any stride; **mutated**. Index of each request's bonus token, to
-            sample at. It is 0 after the last request.
+        is_masked: bool ``[capacity]``, contiguous; **mutated**: the mask tokens.
+        new_token_indices: int32 or int64 ``[>= N * P]``, any stride; **mutated**. Indices of each request's bonus and
+            mask tokens. They are 0 after the last request. With P = 1 these are the indices to sample at.
+        num_new_tokens: P, > 0.
+        padding_token_id: 32-bit id for rejected and unused tokens.
+        mask_token_id: 32-bit id of the P - 1 tokens that are drafted in parallel.
+        shift_input_ids: whether ids move up by one relative to positions (EAGLE).
         max_model_len: L, or None: positions are clamped to L - 1, or not at all.
         idx_mapping: int32 or int64 ``[>= N]``, any stride, or None.
+        hidden_state_mapping: int32 or int64 ``[>= T]``, any stride, or None; **mutated**. Only with
+            ``shift_input_ids``. The index to which each target token's hidden state moves. It is -1 after the last
+            request.
 
     Raises:
         ValueError: on the CPU, the capacity is too small for all tokens.
@@ -475,7 +502,7 @@ def copy_expand_inputs(
         >>> ids, rejected = torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.bool)
         >>> ops.copy_expand_inputs(
         ...     int32(5, 6, 7), int64(0, 1, 2), int32(0, 3), int64(1), int64(9),
-        ...     ids, torch.zeros(5, dtype=torch.int64), rejected, int64(0))
+        ...     ids, torch.zeros(5, dtype=torch.int64), rejected, torch.zeros(5, dtype=torch.bool), int64(0))
         >>> ids.tolist(), rejected.tolist()
         ([5, 6, 9, 0, 0], [False, False, False, True, True])
     """
@@ -493,13 +520,16 @@ def extend_queries(
     slot_mapping: Tensor,
     block_size: int,
     max_model_len: int,
+    num_new_tokens: int = 1,
     idx_mapping: Tensor | None = None,
 ) -> None:
-    """Compute the attention metadata of the batch from :func:`copy_expand_inputs`: every query grows by one token.
+    """Compute the attention metadata of the batch from :func:`copy_expand_inputs`: every query grows by the same
+    number.
 
-    ``query_start_loc[i] = target_query_start_loc[i] + i`` and ``seq_lens[i] = min(target_seq_lens[i] + 1, L)``. A
-    token's slot is that of its position in row i of ``block_table``. It is PAD if the position is L or more, or if the
-    token is rejected. Same semantics as ``extend_all_queries_by_N`` and ``compute_new_slot_mapping`` of vLLM 0.33.
+    ``query_start_loc[i] = target_query_start_loc[i] + i * num_new_tokens`` and ``seq_lens[i] = min(target_seq_lens[i] +
+    num_new_tokens, L)``. A token's slot is that of its position in row i of ``block_table``. It is PAD if the position
+    is L or more, or if the token is rejected. Same semantics as ``extend_all_queries_by_N`` and
+    ``compute_new_slot_mapping`` of vLLM 0.33.
 
     Args:
         target_query_start_loc: int32 ``[>= N + 1]``, contiguous.
@@ -512,6 +542,7 @@ def extend_queries(
         slot_mapping: int64 ``[capacity]``, contiguous; **mutated**. It is PAD after the last request.
         block_size: number of tokens per block, > 0.
         max_model_len: L, > 0.
+        num_new_tokens: number of tokens by which each query grows, >= 0.
         idx_mapping: int32 or int64 ``[>= N]``, any stride, or None. Only the signs are read.
 
     Raises:

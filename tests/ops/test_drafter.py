@@ -58,6 +58,13 @@ def test_decode_by_hand(device):
     assert after["positions"].tolist() == [8, 31, 31, 0, 0, 0]
     assert after["query_start_loc"].tolist() == [0, 1, 2, 3, 3, 3, 3]
     assert after["seq_lens"].tolist() == [9, 32, 32, 0, 0, 0]
+    assert after["sample_positions"].tolist() == [2**33 + 1, 2**33 + 2, 2**33 + 3, 0, 0, 0]
+
+
+def test_decode_where_positions_stay(device):
+    after = run("prepare_decode_inputs", samples.decode(advance=False), device)
+    assert after["positions"].tolist() == [7, 30, 31, 0, 0, 0]
+    assert after["seq_lens"].tolist() == [8, 32, 32, 0, 0, 0]
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
@@ -181,13 +188,28 @@ def test_next_token_by_hand(device):
 
 
 def test_expand_by_hand(device):
-    """Accepted, correction, rejected. Positions are clamped."""
-    after = run("copy_expand_inputs", samples.expand(max_model_len=1007), device)
-    first, second, third = [100, 101, 503, 0, 0], [104, 500], [105, 106, 107, 502, 0]
-    assert after["input_ids"].tolist() == [*first, *second, *third, *[0] * 12]
-    positions = [*range(1000, 1005), 1004, 1005, 1005, 1006, 1006, 1006, 1006]
-    assert after["positions"].tolist() == [*positions, *[0] * 12]
-    assert after["is_rejected"].nonzero().flatten().tolist() == [3, 4, 11, *range(12, 24)]
+    """Shifted ids with two mask tokens: each request grows by two."""
+    after = run("copy_expand_inputs", samples.expand(), device)
+    first = [101, 503, 12, 12, 11, 11]  # 100, 101 accepted, 102, 103 rejected
+    second = [500, 12, 12]
+    third = [106, 107, 502, 12, 12, 11]
+    assert after["input_ids"].tolist() == [*first, *second, *third, *[11] * 9]
+    expected = [*range(1000, 1006), *range(1004, 1007), *range(1005, 1011), *[0] * 9]
+    assert after["positions"].tolist() == expected
+    assert after["is_rejected"].nonzero().flatten().tolist() == [4, 5, 14, *range(15, 24)]
+    assert after["is_masked"].nonzero().flatten().tolist() == [2, 3, 7, 8, 12, 13]
+    assert after["new_token_indices"].tolist() == [1, 2, 3, 6, 7, 8, 11, 12, 13, 0, 0, 0, 0]
+    mapping = after["hidden_state_mapping"].tolist()
+    assert mapping == [0, 1, 2, 3, 6, 9, 10, 11, 12, -1, -1]
+
+
+def test_expand_of_a_standalone_drafter(device):
+    """vLLM's standalone_ar: accepted | correction | rejected, positions clamped."""
+    arguments = samples.expand(num_new=1, shift=False, max_model_len=1007, mapping=False)
+    after = run("copy_expand_inputs", arguments, device)
+    first, second, third = [100, 101, 503, 11, 11], [104, 500], [105, 106, 107, 502, 11]
+    assert after["input_ids"].tolist() == [*first, *second, *third, *[11] * 12]
+    assert after["positions"].tolist()[:12] == [*range(1000, 1005), 1004, 1005, 1005, 1006, 1006, 1006, 1006]
     assert after["new_token_indices"].tolist() == [2, 6, 10, 0, 0]
 
 
@@ -486,9 +508,11 @@ def test_positions_at_the_end_of_64_bits():
     last = 2**63 - 1
     positions = samples.decode(positions=(last, 30, last - 1, 0, 0, 0))
     assert run("prepare_decode_inputs", positions)["positions"].tolist()[:3] == [31, 31, 31]
-    rejected = with_arguments("prepare_decode_inputs", samples.decode(), num_rejected=int64(-last, 0, last, 0))
+    rejected = with_arguments(
+        "prepare_decode_inputs", samples.decode(advance=False), num_rejected=int64(-last, 0, last, 0)
+    )
     lengths = run("prepare_decode_inputs", rejected)["seq_lens"].tolist()
-    assert lengths[:3] == [32, 32, 34 - (2**31 - 1)]
+    assert lengths[:3] == [2**31 - 1, 32, 33 - (2**31 - 1)]
     step = with_arguments("eagle_step", samples.eagle(positions=(0, 0, 3)), positions=int64(last, last - 1, 3))
     after = run("eagle_step", step)
     assert after["new_positions"].tolist()[:3] == [0, 0, 4]

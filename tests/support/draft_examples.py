@@ -34,11 +34,12 @@ def prefill(
     )  # fmt: skip
 
 
-def decode(positions: tuple[int, ...] = (7, 30, 31, POISON, POISON, POISON)) -> tuple[Any, ...]:
+def decode(positions: tuple[int, ...] = (7, 30, 31, POISON, POISON, POISON), advance: bool = True) -> tuple[Any, ...]:
     buffer = len(positions)
     return (
         surrounded(torch.arange(12).view(4, 3) + 200), int32(10, 32, 33, 99), int32(2, 0, 1, 99),
         poisoned(buffer + 2), int64(*positions), poisoned(buffer + 1), poisoned(buffer), 32, int64(3, 0, 2, PADDED),
+        int64(*range(2**33, 2**33 + buffer)), advance,
     )  # fmt: skip
 
 
@@ -50,6 +51,7 @@ def update(
         int64(*range(300, 300 + rows)), int64(step), poisoned(rows + 1, 3, dtype=torch.int64),
         poisoned(rows + 1), surrounded(lengths - 1), surrounded(lengths.int()), 3, 32, int32(*states),
         numbers(rows, width, dtype=torch.bfloat16), numbers(rows + 1, width, dtype=torch.bfloat16, seed=1),
+        int64(*range(2**33, 2**33 + rows)), True,
     )  # fmt: skip
 
 
@@ -109,11 +111,14 @@ def sample(
     )  # fmt: skip
 
 
-def expand(max_model_len: int | None = None) -> tuple[Any, ...]:
+def expand(
+    num_new: int = 3, shift: bool = True, max_model_len: int | None = None, mapping: bool = True
+) -> tuple[Any, ...]:
     return (
         int32(*range(100, 110)), int64(*range(1000, 1010)), int32(0, 4, 5, 9, -5), int32(2, 0, 1, 99),
         int64(*range(500, 506)), poisoned(24), poisoned(24, dtype=torch.int64), surrounded(torch.arange(24) % 2 == 0),
-        poisoned(5), max_model_len, int64(3, 0, 2, PADDED),
+        flags(*[1] * 24), poisoned(4 * num_new + 1), num_new, 11, 12, shift, max_model_len, int64(3, 0, 2, PADDED),
+        poisoned(11) if mapping else None,
     )  # fmt: skip
 
 
@@ -121,7 +126,7 @@ def extend(first_position: int = 20) -> tuple[Any, ...]:
     return (
         int32(0, 4, 5, 9, -5), int32(10, 32, 31, 99), int64(*range(first_position, first_position + 16)),
         surrounded(torch.arange(16) % 5 == 3), surrounded(torch.arange(32, dtype=torch.int32).view(4, 8) + 50),
-        poisoned(7), poisoned(6), poisoned(16, dtype=torch.int64), 4, 32, int32(3, 0, 2, PADDED),
+        poisoned(7), poisoned(6), poisoned(16, dtype=torch.int64), 4, 32, 1, int32(3, 0, 2, PADDED),
     )  # fmt: skip
 
 

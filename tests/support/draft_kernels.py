@@ -127,25 +127,29 @@ def compare_loop(vllm, b: Batch) -> None:
         same(ids[begin:end], ids2[begin:end])
         same(positions[begin:end], positions2[begin:end])
 
-    keys2, drafts = torch.arange(ROWS) + 5, torch.randint(0, 1000, (ROWS, STEPS))
-    for of_rows in (positions, positions2):
-        of_rows[:r] = b.first + b.lengths - 1 - b.rejected[:r]
-    ops.prepare_decode_inputs(drafts, b.seq_lens, b.rejected, ids, positions, starts, seq_lens, LONGEST, b.states)
-    vllm._prepare_decode_inputs_kernel[(r + 1,)](
-        drafts[:r], STEPS, b.seq_lens, b.rejected, ids2, positions2, keys2, starts2, seq_lens2, LONGEST, ROWS,
-        BLOCK_SIZE=1024, ADVANCE_DRAFT_POSITIONS=True,
-    )  # fmt: skip
-    same(starts, starts2)
-    same(seq_lens, seq_lens2)
-    for one, other in ((ids, ids2), (positions, positions2)):
-        same(one[:r], other[:r])
+    keys, keys2 = torch.arange(ROWS) + 5, torch.arange(ROWS) + 5
+    drafts = torch.randint(0, 1000, (ROWS, STEPS))
+    for advance in (False, True):
+        for of_rows in (positions, positions2):
+            of_rows[:r] = b.first + b.lengths - 1 - b.rejected[:r]
+        ops.prepare_decode_inputs(
+            drafts, b.seq_lens, b.rejected, ids, positions, starts, seq_lens, LONGEST, b.states, keys, advance
+        )
+        vllm._prepare_decode_inputs_kernel[(r + 1,)](
+            drafts[:r], STEPS, b.seq_lens, b.rejected, ids2, positions2, keys2, starts2, seq_lens2, LONGEST, ROWS,
+            BLOCK_SIZE=1024, ADVANCE_DRAFT_POSITIONS=advance,
+        )  # fmt: skip
+        same(starts, starts2)
+        same(seq_lens, seq_lens2)
+        for one, other in ((ids, ids2), (positions, positions2), (keys, keys2)):
+            same(one[:r], other[:r])
 
     drafts2 = drafts.clone()
     hidden, hidden2 = torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
     for number in range(1, STEPS):
         tokens, made, number = torch.randint(0, 1000, (ROWS,)), torch.randn(ROWS, WIDTH), torch.tensor(number)
         ops.update_draft_inputs(
-            tokens, number, drafts, ids, positions, seq_lens, STEPS, LONGEST, b.states, made, hidden
+            tokens, number, drafts, ids, positions, seq_lens, STEPS, LONGEST, b.states, made, hidden, keys
         )
         vllm._update_draft_inputs_kernel[(r,)](
             drafts2, STEPS, hidden2, WIDTH, ids2, positions2, keys2, seq_lens2, tokens, number, made, WIDTH, WIDTH,
@@ -153,7 +157,7 @@ def compare_loop(vllm, b: Batch) -> None:
         )  # fmt: skip
         for one, other in ((drafts, drafts2), (hidden, hidden2), (seq_lens, seq_lens2)):
             same(one, other)
-        for one, other in ((ids, ids2), (positions, positions2)):
+        for one, other in ((ids, ids2), (positions, positions2), (keys, keys2)):
             same(one[:r], other[:r])
 
 
@@ -167,39 +171,46 @@ def compare_standalone(vllm, b: Batch) -> None:
         b.ids, b.positions, b.last_sampled.int(), b.states, ids, positions, last, starts, seq_lens, b.starts,
         b.seq_lens, b.rejected, ROWS, LONGEST, BLOCK_SIZE=16,
     )  # fmt: skip
-    ours = int32(capacity), int64(capacity), torch.zeros(capacity).bool(), int64(ROWS)
+    ours = int32(capacity), int64(capacity), torch.zeros(capacity).bool(), torch.zeros(capacity).bool(), int64(ROWS)
     ops.copy_expand_inputs(
         b.ids, b.positions, b.starts, b.rejected, b.last_sampled, *ours, max_model_len=LONGEST, idx_mapping=b.states
     )
     end = b.tokens + r
     same(ours[0][:end], ids[:end])
     same(ours[1][:end], positions[:end])
-    same(ours[3], last)
+    same(ours[4], last)
     table, extended = torch.randint(0, 500, (ROWS, 10), dtype=torch.int32), (int32(ROWS + 1), int32(ROWS))
     ops.extend_queries(
-        b.starts, b.seq_lens, ours[1], ours[2], table, *extended, int64(capacity), 4, LONGEST, b.states
+        b.starts, b.seq_lens, ours[1], ours[2], table, *extended, int64(capacity), 4, LONGEST, 1, b.states
     )  # fmt: skip
     same(extended[0], starts)
     same(extended[1], seq_lens)
 
 
-def compare_expand(vllm, b: Batch) -> None:
-    r, capacity = b.rows, CAPACITY + ROWS
+def compare_expand(vllm, b: Batch, num_new: int, shift: bool) -> None:
+    r, capacity = b.rows, CAPACITY + 3 * ROWS
     ours, theirs = (
-        (int32(capacity), int64(capacity), torch.zeros(capacity).bool(), int32(ROWS)) for _ in range(2)
+        (int32(capacity), int64(capacity), torch.zeros(capacity).bool(), torch.zeros(capacity).bool(),
+         int32(ROWS * num_new)) for _ in range(2)
     )  # fmt: skip
+    mapping, mapping2 = int32(CAPACITY), int32(CAPACITY)
     bonus = torch.randint(0, 1000, (ROWS,), dtype=torch.int32)
-    ops.copy_expand_inputs(b.ids, b.positions, b.starts, b.rejected[:r], bonus, *ours)
-    vllm.copy_and_expand_eagle_inputs_kernel[(r, 2)](
-        b.ids, b.positions, bonus, *theirs[:3], torch.zeros(capacity).bool(), theirs[3], int32(CAPACITY), b.starts,
-        b.starts[1 : r + 1] - 1 - b.rejected[:r], 0, 0, b.tokens, 1, False, BLOCK_SIZE_TOKENS=8,
+    ops.copy_expand_inputs(
+        b.ids, b.positions, b.starts, b.rejected[:r], bonus, *ours, num_new, 11, 12, shift, None, None,
+        mapping if shift else None,
     )  # fmt: skip
-    end = b.tokens + r
+    vllm.copy_and_expand_eagle_inputs_kernel[(r, 2)](
+        b.ids, b.positions, bonus, *theirs, mapping2, b.starts, b.starts[1 : r + 1] - 1 - b.rejected[:r], 11, 12,
+        b.tokens, num_new, shift, BLOCK_SIZE_TOKENS=8,
+    )  # fmt: skip
+    end = b.tokens + r * (num_new - shift)
     live = ~theirs[2][:end]
-    for place in (0, 2):
+    for place in (0, 2, 3):
         same(ours[place][:end], theirs[place][:end])
     same(ours[1][:end][live], theirs[1][:end][live])  # vLLM's V1 kernel writes 0 for rejected tokens
-    same(ours[3][:r], theirs[3][:r])
+    same(ours[4][: r * num_new], theirs[4][: r * num_new])
+    if shift:
+        same(mapping[: b.tokens], mapping2[: b.tokens])
 
 
 def compare_rows(vllm, b: Batch, seed: int) -> None:
@@ -260,7 +271,9 @@ def main() -> None:
         batch = Batch(seed)
         compare_loop(vllm, batch)
         compare_standalone(vllm, batch)
-        compare_expand(vllm, batch)
+        for num_new in (1, 3):
+            for shift in (False, True):
+                compare_expand(vllm, batch, num_new, shift)
         compare_rows(vllm, batch, seed)
         for cp_size in (1, 2):
             compare_slots(vllm, batch, cp_size)

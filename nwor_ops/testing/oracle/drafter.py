@@ -62,7 +62,7 @@ def prepare_prefill_inputs(
 
 def prepare_decode_inputs(
     draft_tokens, target_seq_lens, num_rejected, input_ids, positions, query_start_loc, seq_lens, max_model_len,
-    idx_mapping=None,
+    idx_mapping=None, sample_positions=None, advance_positions=True,
 ) -> None:  # fmt: skip
     real = _num_real(idx_mapping, len(draft_tokens))
     query_start_loc.fill_(real)
@@ -71,15 +71,21 @@ def prepare_decode_inputs(
     for row in range(len(seq_lens)):
         if row >= real:
             input_ids[row] = positions[row] = seq_lens[row] = 0
+            if sample_positions is not None:
+                sample_positions[row] = 0
             continue
         input_ids[row] = draft_tokens[row, 0]
-        positions[row] = min(int(positions[row]) + 1, max_model_len - 1)
-        seq_lens[row] = min(int(target_seq_lens[row]) - int(num_rejected[row]) + 1, max_model_len)
+        seq_lens[row] = target_seq_lens[row] - num_rejected[row]
+        if sample_positions is not None:
+            sample_positions[row] += 1
+        if advance_positions:
+            positions[row] = min(int(positions[row]) + 1, max_model_len - 1)
+            seq_lens[row] = min(int(seq_lens[row]) + 1, max_model_len)
 
 
 def update_draft_inputs(
     sampled, current_draft_step, draft_tokens, input_ids, positions, seq_lens, num_speculative_steps, max_model_len,
-    idx_mapping=None, hidden_states=None, next_hidden_states=None,
+    idx_mapping=None, hidden_states=None, next_hidden_states=None, sample_positions=None, advance_positions=True,
 ) -> None:  # fmt: skip
     step = int(current_draft_step)
     for row in range(_num_real(idx_mapping, len(sampled))):
@@ -87,12 +93,15 @@ def update_draft_inputs(
         if step >= num_speculative_steps - 1:
             continue
         input_ids[row] = sampled[row]
+        if sample_positions is not None:
+            sample_positions[row] += 1
         if hidden_states is not None:
             integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[hidden_states.element_size()]
             for place in range(hidden_states.size(1)):
                 next_hidden_states.view(integers)[row, place] = hidden_states.view(integers)[row, place]
-        positions[row] = min(int(positions[row]) + 1, max_model_len - 1)
-        seq_lens[row] = min(int(seq_lens[row]) + 1, max_model_len)
+        if advance_positions:
+            positions[row] = min(int(positions[row]) + 1, max_model_len - 1)
+            seq_lens[row] = min(int(seq_lens[row]) + 1, max_model_len)
 
 
 def _slot(table: Tensor, row: int, position: int, block_size: int) -> int:
@@ -233,41 +242,54 @@ def gumbel_sample(
 
 def copy_expand_inputs(
     target_input_ids, target_positions, target_query_start_loc, num_rejected, next_token_ids, input_ids, positions,
-    is_rejected, new_token_indices, max_model_len=None, idx_mapping=None,
+    is_rejected, is_masked, new_token_indices, num_new_tokens=1, padding_token_id=0, mask_token_id=0,
+    shift_input_ids=False, max_model_len=None, idx_mapping=None, hidden_state_mapping=None,
 ) -> None:  # fmt: skip
-    """Build each request as a list of (id, rejected), and concatenate the lists."""
-    input_ids.zero_()
+    """Build each request as a list of (id, rejected, masked), and concatenate the lists."""
+    input_ids.fill_(padding_token_id)
     positions.zero_()
     is_rejected.fill_(True)
+    is_masked.fill_(False)
     new_token_indices.zero_()
+    if hidden_state_mapping is not None:
+        hidden_state_mapping.fill_(-1)
     out = int(target_query_start_loc[0])
     for row in range(_num_real(idx_mapping, len(num_rejected))):
         begin, end = target_query_start_loc[row : row + 2].tolist()
         rejected = min(max(int(num_rejected[row]), 0), end - begin)
-        if begin < end:
-            accepted = target_input_ids[begin : end - rejected].tolist()
-            bonus = int(next_token_ids[row if idx_mapping is None else int(idx_mapping[row])])
-            tokens = [(token, False) for token in [*accepted, bonus]] + [(0, True)] * rejected
-            new_token_indices[row] = out + len(accepted)
-            for place, (token, is_dead) in enumerate(tokens):
-                position = int(target_positions[begin]) + place
-                positions[out + place] = position if max_model_len is None else min(position, max_model_len - 1)
-                input_ids[out + place], is_rejected[out + place] = token, is_dead
-        out += end - begin + 1
+        total = end - begin + num_new_tokens - shift_input_ids
+        if begin == end:
+            out += total
+            continue
+        accepted = target_input_ids[begin : end - rejected].tolist()[1 if shift_input_ids else 0 :]
+        bonus = int(next_token_ids[row if idx_mapping is None else int(idx_mapping[row])])
+        made = [(token, False, False) for token in accepted]
+        made += [(bonus, False, False)] + [(mask_token_id, False, True)] * (num_new_tokens - 1)
+        for place in range(num_new_tokens):
+            new_token_indices[row * num_new_tokens + place] = out + len(accepted) + place
+        made += [(padding_token_id, True, False)] * (total - len(made))
+        if hidden_state_mapping is not None:
+            for place in range(end - begin):
+                hidden_state_mapping[begin + place] = out + place
+        for place, (token, is_dead, is_mask) in enumerate(made[:total]):
+            position = int(target_positions[begin]) + place
+            positions[out + place] = position if max_model_len is None else min(position, max_model_len - 1)
+            input_ids[out + place], is_rejected[out + place], is_masked[out + place] = token, is_dead, is_mask
+        out += total
 
 
 def extend_queries(
     target_query_start_loc, target_seq_lens, positions, is_rejected, block_table, query_start_loc, seq_lens,
-    slot_mapping, block_size, max_model_len, idx_mapping=None,
+    slot_mapping, block_size, max_model_len, num_new_tokens=1, idx_mapping=None,
 ) -> None:  # fmt: skip
     real = _num_real(idx_mapping, len(target_seq_lens))
-    starts = [int(start) + row for row, start in enumerate(target_query_start_loc[: real + 1])]
+    starts = [int(start) + row * num_new_tokens for row, start in enumerate(target_query_start_loc[: real + 1])]
     seq_lens.zero_()
     slot_mapping.fill_(PAD)
     query_start_loc.fill_(starts[real])
     for row in range(real):
         query_start_loc[row] = starts[row]
-        seq_lens[row] = min(int(target_seq_lens[row]) + 1, max_model_len)
+        seq_lens[row] = min(int(target_seq_lens[row]) + num_new_tokens, max_model_len)
         for token in range(starts[row], starts[row + 1]):
             if not is_rejected[token] and positions[token] < max_model_len:
                 slot_mapping[token] = _slot(block_table, row, int(positions[token]), block_size)

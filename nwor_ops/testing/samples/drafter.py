@@ -126,18 +126,20 @@ def _sample_and_advance(dice: Dice, rows: Rows) -> Calls[None]:
         dice.int64([0] * (2 * count + 1)) if dice.maybe() else None,
     ))  # fmt: skip
     drafts = drawn[6] if matrix else dice.poisoned_ids(count + 1, steps)
-    mapping = states if dice.maybe(0.8) else None
+    advance, with_states = dice.maybe(0.8), dice.maybe(0.8)
+    mapping = states if with_states else None
+    sample_positions = dice.int64([dice.number(2**34) for _ in range(count + 1)]) if dice.maybe(0.8) else None
     decoded = yield Call("prepare_decode_inputs", (
         drafts[:count], dice.int32(rows.seq_lens), dice.ids(rows.rejected), dice.poisoned(count + 2),
         dice.int64([min(length, MAX_MODEL_LEN) - 1 for length in rows.seq_lens] + [POISON]),
-        dice.poisoned(count + 2), dice.poisoned(count + 1), MAX_MODEL_LEN, mapping,
+        dice.poisoned(count + 2), dice.poisoned(count + 1), MAX_MODEL_LEN, mapping, sample_positions, advance,
     ))  # fmt: skip
     width, element = dice.choice((1, 8, 24, 33, 64)), dice.choice((*FLOATS, torch.uint8, torch.float64))
     hidden = [dice.strided(dice.bytes(count + more, width, dtype=element)) for more in (0, 1)]
     yield Call("update_draft_inputs", (
         dice.ids(dice.numbers(count, 999)), dice.placed(torch.full(dice.choice(((), (1,))), column)), drafts,
         decoded[3], decoded[4], decoded[6], steps, MAX_MODEL_LEN, mapping,
-        *(hidden if dice.maybe(0.8) else (None, None)),
+        *(hidden if dice.maybe(0.8) else (None, None)), decoded[9], advance,
     ))  # fmt: skip
 
 
@@ -170,18 +172,21 @@ def _eagle(dice: Dice, rows: Rows) -> Calls[None]:
 
 
 def _longer_queries(dice: Dice, rows: Rows) -> Calls[None]:
-    """Give each request a new token after its last accepted one."""
-    count, room, starts = rows.num_rows, rows.capacity + rows.num_rows + 2, dice.int32(rows.starts(-7))
+    """Give each request new tokens after its last accepted one."""
+    count, new, shift, mapped = rows.num_rows, dice.size(4, 1), dice.maybe(), dice.maybe()
+    room, starts = rows.capacity + count * new + 2, dice.int32(rows.starts(-7))
     states = None if rows.numbered else dice.ids(rows.states)
     expanded = yield Call("copy_expand_inputs", (
         dice.ids(dice.numbers(rows.capacity, 999)), dice.int64(rows.positions()), starts, dice.ids(rows.rejected),
         dice.ids(dice.numbers(rows.num_states, 999)), dice.poisoned(room), dice.poisoned(room, dtype=torch.int64),
-        dice.flags([True] * room), dice.poisoned_ids(count + 1), dice.choice((None, 20)), states,
+        dice.flags([True] * room), dice.flags([True] * room), dice.poisoned_ids(count * new + 1), new, 11, 12, shift,
+        dice.choice((None, 20)), states,
+        dice.poisoned_ids(rows.capacity + 1) if shift and mapped else None,
     ))  # fmt: skip
     yield Call("extend_queries", (
         starts, dice.int32(rows.seq_lens), expanded[6], expanded[7], dice.table(count, rows.columns),
         dice.poisoned(count + 2), dice.poisoned(count + 1), dice.poisoned(room, dtype=torch.int64), rows.block_size,
-        MAX_MODEL_LEN - 2, states,
+        MAX_MODEL_LEN - 2, new - shift, states,
     ))  # fmt: skip
 
 

@@ -92,9 +92,9 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         # Lengths that include the target's own token, which the expansion inserted. Not clamped to the model's limit.
         self._expanded_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         # vLLM writes the keys of rejected tokens too; later passes overwrite them before they are read.
-        self._none, self._is_rejected = torch.zeros(
-            2, self.expanded_input_ids.shape[0], dtype=torch.bool, device=device
-        )
+        self._none, self._is_rejected, self._is_masked = torch.zeros(
+            3, self.expanded_input_ids.shape[0], dtype=torch.bool, device=device
+        ).unbind()
         self.drafts_by_requests = self._schedule()
         self._numbers_of_drafts = set(self.drafts_by_requests[1:])
 
@@ -217,6 +217,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             self.expanded_input_ids[:tokens],
             positions,
             self._is_rejected[:tokens],
+            self._is_masked[:tokens],
             self.last_token_indices,
             max_model_len=self.max_model_len,
             idx_mapping=idx_mapping,
