@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -102,13 +101,3 @@ class Interrupts:
             if self.left < 0:
                 raise KeyboardInterrupt
         return self._line
-
-
-def every_interrupt() -> Iterator[Interrupts]:
-    """Yield an interrupt for each place of a call, until one was not reached."""
-    for place in itertools.count():
-        interrupt = Interrupts(place)
-        yield interrupt
-        if not interrupt.raised:
-            assert place > 5
-            return
