@@ -39,7 +39,7 @@ def test_every_op_has_an_example() -> None:
 def test_every_public_class_and_function_has_an_example(module: types.ModuleType) -> None:
     public = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
     objects = {name: thing for name, thing in public.items() if inspect.isclass(thing) or inspect.isfunction(thing)}
-    assert len(objects) >= 8
+    assert len(objects) >= 5
     assert [name for name, thing in objects.items() if not has_example(thing)] == []
 
 

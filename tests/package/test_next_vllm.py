@@ -131,14 +131,14 @@ def test_nothing_differs_from_itself(tmp_path: pathlib.Path) -> None:
 
 
 def test_every_hook_is_compared() -> None:
-    """As many hooks as the plugin's files declare, but those of ``runner_hooks`` are made by a loop."""
+    """As many hooks as the files declare, but those of ``runner_hooks`` and ``_methods`` are made by a loop."""
     declared = set()
     for path in (ROOT / "nwor_ops" / "vllm").rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             match call:
                 case ast.Call(func=ast.Name(id="Hook"), args=[_, ast.Constant(value=name), *_]):
                     declared.add(name)
-    assert len(declared) > 60
+    assert len(declared) > 40
     compared = {use.name for use in next_vllm.hooks()}
     assert declared - compared == set()
     assert {"GPUModelRunner.sample_tokens", "GPUModelRunner.prepare_attn", "GPUModelRunner._sample"} <= compared

@@ -52,7 +52,7 @@ def _faults(mode: str) -> list[Fault]:
         Fault(LayerWriter, "log", 7, WRITE),  # if vLLM's writer is used
         Fault(DraftCommitManager, "commit", 6, COMMIT),
         Fault(manager, "commit_tokens_bound", 8, COMMIT, after=True),
-        Fault(Publisher, "_copy", 3, SEND),
+        Fault(Publisher, "_start_copy", 3, SEND),
         Fault(Publisher, "_message", 5, SEND),
     ]
 
@@ -64,9 +64,10 @@ def _job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
 
     import nwor_ops
     from nwor_ops.vllm.audit.engine import cache_audit
-    from nwor_ops.vllm.metrics import relay
+    from nwor_ops.vllm.metrics import publisher, relay
     from nwor_ops.vllm.transaction.session import Step
 
+    publisher.PERIOD = 0.0
     llm = LLM(**settings)
     lines = Lines()
     logging.getLogger("vllm").addHandler(lines)
