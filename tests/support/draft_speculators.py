@@ -306,12 +306,17 @@ def with_experts_on_two_ranks() -> str:
     return "drafts"
 
 
-def main() -> None:
+def use_speculators() -> None:
+    """Enable the interpreter, and replace what it cannot run of vLLM's speculators."""
     use_interpreter()
     from vllm.v1.worker.gpu.spec_decode import speculator
 
     speculator._target_feeds_hc_residual = lambda _: False
     speculator.gumbel_sample = sample
+
+
+def main() -> None:
+    use_speculators()
     for probabilistic in (False, True):
         for schedule in (None, SCHEDULE):
             name = ("probabilistic" if probabilistic else "greedy") + ("-dynamic" if schedule else "")

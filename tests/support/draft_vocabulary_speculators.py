@@ -13,9 +13,8 @@ import random
 from typing import Any
 
 import torch
-from draft_speculators import BLOCK_SIZES, BLOCKS, Batch, Side, make_config, make_sides, sample
+from draft_speculators import BLOCK_SIZES, BLOCKS, Batch, Side, make_config, make_sides, use_speculators
 from hashing_drafter import ROWS, VOCABULARY, K, Model, scores
-from interpreter import use_interpreter
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
@@ -83,11 +82,7 @@ def compare(probabilistic: bool, graphed: bool) -> None:
 
 
 def main() -> None:
-    use_interpreter()
-    from vllm.v1.worker.gpu.spec_decode import speculator
-
-    speculator._target_feeds_hc_residual = lambda _: False
-    speculator.gumbel_sample = sample
+    use_speculators()
     for probabilistic in (False, True):
         for graphed in (False, True):
             compare(probabilistic, graphed)

@@ -260,12 +260,10 @@ def ranks_job(requests: list[list[int]], arguments: dict[str, Any]) -> dict[str,
     from vllm import LLM
 
     import nwor_ops
-    from nwor_ops.vllm.metrics.publisher import PERIOD
 
     llm = LLM(**(ENGINE | {"model": model_folder(**SMALL)} | arguments))
     run_requests(llm, requests, 12)
-    time.sleep(2 * PERIOD)
-    run_requests(llm, requests[:1], 1)  # its output brings the last counts
+    receive_last_counts(llm)
     result = {"workers": llm.collective_rpc(describe_worker), "stats": dataclasses.asdict(nwor_ops.stats())}
     llm.llm_engine.engine_core.shutdown()
     return result
