@@ -8,6 +8,7 @@ Each line of stdin is a command, and each answer is a line of JSON on stdout:
 - ``run N [SEED]``: serve N requests.
 - ``ttft N PREFIX SUFFIX AT_ONCE SEED``: time first tokens.
 - ``fits TOKENS``: return how many requests of this length fit into the cache by vLLM's upper bound.
+- ``profile N``: measure the parts of a decode step of N requests.
 - ``switch 0``: remove the transaction from an engine, until ``switch 1``.
 - ``turns N CAPTURE FIRST``: time decode steps of N requests with the transaction off and on in turn.
 """
@@ -18,10 +19,11 @@ import contextlib
 import gc
 import itertools
 import random
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nwor_ops.testing.engine_process import serve
@@ -30,6 +32,11 @@ TTFT_TOKENS = 8
 STEPS_BEFORE = 12  # until all prompts are computed
 TURNS, TURN_STEPS = 8, 20
 STEPS_BETWEEN_LOOKS = 25  # steps between two reads of the number of running requests; a read takes milliseconds
+PROFILED_STEPS = 40
+# A matrix product over a whole head takes longer than any other. Ours comes right before our argmax.
+MATRIX_PRODUCT, WHOLE_HEAD_US = re.compile("gemm|nvjet|cutlass|cublas"), 250.0
+OUR_ARGMAX, OUR_UPDATE = re.compile("nwor::.*argmax_kernel"), re.compile("nwor::.*(plan|copy)_vocabulary_kernel")
+STATES = re.compile("delta_rule|causal_conv1d|nwor::.*(verify|fold|fold_plan|window_plan)_kernel")
 STEPS_BETWEEN = 6  # steps until results from before the switch have arrived
 
 
@@ -131,6 +138,16 @@ class TimedEngine:
         found: dict[str, Any] = self._llm.collective_rpc(requests_that_fit, args=(tokens,))[0]
         return found
 
+    def profile(self, requests: int) -> dict[str, Any]:
+        """Return the device's microseconds in a decode step, by part; see :func:`step_parts`."""
+        with self._steady(requests) as step:
+            self._llm.collective_rpc(start_profile)
+            for _ in range(PROFILED_STEPS):
+                step()
+            [kernels] = self._llm.collective_rpc(stop_profile)
+        speculation = self._job["engine"].get("speculative_config", {})
+        return step_parts(kernels, speculation.get("num_speculative_tokens", 0))
+
     def switch(self, on: int) -> dict[str, Any]:
         self._switch(bool(on), 0)
         return {}
@@ -223,6 +240,27 @@ def _tokens_so_far(outputs: list[Any], requests: int) -> int:
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
+def step_parts(kernels: Sequence[tuple[str, float]], num_drafts: int) -> dict[str, float]:
+    """Return the microseconds of each part of a step, from the kernels of some steps in the order of their starts.
+
+    A step computes the target's head once. ``drafts_heads`` includes the argmax and the update of a draft vocabulary.
+    """
+    parts = dict.fromkeys(("states", "drafts_heads", "target_head", "rest"), 0.0)
+    whole_heads, has_vocabulary = [], any(OUR_ARGMAX.search(name) for name, _ in kernels)
+    for (name, us), (following, _) in itertools.pairwise([*kernels, ("", 0.0)]):
+        if OUR_ARGMAX.search(name) or OUR_ARGMAX.search(following) or OUR_UPDATE.search(name):
+            parts["drafts_heads"] += us
+        elif us > WHOLE_HEAD_US and MATRIX_PRODUCT.search(name):
+            whole_heads.append(us)
+        else:
+            parts["states" if STATES.search(name) else "rest"] += us
+    heads_of_step = 1 if has_vocabulary else 1 + num_drafts
+    steps = len(whole_heads) / heads_of_step
+    parts["target_head"] = sum(whole_heads) / heads_of_step
+    parts["drafts_heads"] += sum(whole_heads) - parts["target_head"]
+    return {part: us / steps for part, us in parts.items()} | {"steps": steps}
+
+
 # ---------------------------------------------------------------- in the worker, which may be a separate process
 
 
@@ -248,6 +286,26 @@ def requests_that_fit(worker: Any, tokens: int) -> dict[str, Any]:
         "block_sizes": [spec.block_size for spec in specs],
         "page_bytes": [spec.page_size_bytes for spec in specs],
     }
+
+
+def start_profile(worker: Any) -> None:
+    import torch
+
+    torch.cuda.synchronize()
+    worker.nwor_profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    worker.nwor_profile.start()
+
+
+def stop_profile(worker: Any) -> list[tuple[str, float]]:
+    """Return the kernels of the steps and their microseconds, in the order of their starts."""
+    import torch
+
+    torch.cuda.synchronize()
+    worker.nwor_profile.stop()
+    events = worker.nwor_profile.profiler.kineto_results.events()
+    ran = [event for event in events if event.device_type().name == "CUDA"]
+    ran.sort(key=lambda event: event.start_ns())
+    return [(event.name(), event.duration_ns() / 1e3) for event in ran]
 
 
 def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int = 1) -> int:

@@ -48,10 +48,11 @@ names stay there:
     ttft/SIDE/over/RIVAL/KIND, ttft_ms/SIDE/KIND    first tokens of prompts that share a prefix: cold, hit, hit_at_once
     fits/SIDE, fits/SIDE/over/RIVAL    requests of 2,048 tokens that fit by vLLM's upper bound
     start_seconds/SIDE, draft_graphs_mib/SIDE
+    step_us/SIDE/N/PART            device time of a decode step: states, drafts_heads, target_head, rest (--profile)
 
 Rivals are ``--over``, by default every side without nwor_ops. A rival has ratios over those named before it. Two
 hybrid engines with 36 GiB of cache fit on an H200, or with ``--cache-gib 12`` on an H100. An engine starts in one or
-two minutes. A side that fails is reported and left out.
+two minutes. With ``--gpus`` each side runs on the next one of these GPUs. A side that fails is reported and left out.
 """
 
 from __future__ import annotations
@@ -386,6 +387,8 @@ class Run:
             side = side_of(name)
             job = job_of(self.model, side, self.folder, self.options.cache_gib, self.options.acceptance)
             environment = {"VLLM_CACHE_ROOT": str(self.folder / f"cache-{name.replace('+', '_')}")}
+            if gpus := self.options.gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = gpus[self.options.sides.index(name) % len(gpus)]
             self.engines[name] = Engine(launch(name, job, side, self.folder, environment), job)
         self._each(names, lambda engine: engine.versions.update(engine.process.wait_until_ready()))
         for name in [name for name in names if name in self.engines]:
@@ -514,6 +517,17 @@ class Run:
                 rows.append(row(f"ttft/{name}/over/{rival}/{kind}", found_ratios, "ratio", "lower"))
         return rows
 
+    def profile(self, count: int) -> None:
+        """Write the device time of the parts of a step. Only one engine runs at a time."""
+        parts = {name: self.ask(name, f"profile {count}") for name in self.engines}
+        rows = [
+            row(f"step_us/{name}/{count}/{part}", [us], "us", "lower", digits=0)
+            for name, found in parts.items()
+            for part, us in found.items()
+            if part != "steps"
+        ]
+        self.save(rows, parts, f"profile-{'-'.join(self.engines)}-{count}")
+
     def facts(self) -> None:
         """Write what needs no turns: requests that fit, seconds until an engine is ready, memory of draft graphs."""
         fits = {name: self.ask(name, f"fits {FIT_TOKENS}") for name in self.engines}
@@ -571,6 +585,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache-gib", type=float, default=CACHE_GIB, help="cache of each engine")
     parser.add_argument("--acceptance", type=float, help="probability that a draft is accepted")
     parser.add_argument("--ttft-rounds", type=int, default=0, help="rounds that measure first tokens of long prompts")
+    parser.add_argument("--profile", nargs="+", type=int, default=[], help="requests of the profiled steps")
+    parser.add_argument("--gpus", nargs="+", help="GPUs by their numbers, one side on each in turn")
     parser.add_argument("--results", help="name of the file with the results")
     options = parser.parse_args(arguments)
     options.sides = options.sides or (["cow", "vanilla"] if options.small else ["recurrent", "vanilla"])
@@ -612,6 +628,8 @@ def main() -> int:
                     if options.ttft_rounds:  # the first side has the prefixes of the earlier groups in its cache
                         first = number * options.ttft_rounds
                         run.first_tokens(range(first, first + options.ttft_rounds))
+                    for count in options.profile:
+                        run.profile(count)
                     run.facts()
                 except EngineFailed as error:
                     run.report(error)

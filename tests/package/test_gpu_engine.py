@@ -6,6 +6,7 @@ import json
 import pathlib
 from typing import Any
 
+import benchmark_engine
 import gpu_engine
 import gpu_transaction
 import pytest
@@ -146,6 +147,20 @@ def test_failed_side_is_left_out(tmp_path: pathlib.Path) -> None:
     run._each(["recurrent", "vanilla", "absent"], fail)
     assert list(run.engines) == ["recurrent"]
     assert run.problems == ["vanilla: it ended"]
+
+
+def test_parts_of_a_step_by_kernel() -> None:
+    verify = "void nwor::(anonymous namespace)::verify_kernel<float>"
+    target = [("nvjet_128x64", 40.0), (verify, 20.0), ("nvjet_128x64", 700.0)]
+    vanilla = [*target, *([("nvjet_64x8", 30.0), ("nvjet_128x64", 700.0), ("reduce_argmax", 5.0)] * 3)]
+    assert benchmark_engine.step_parts(vanilla * 2, 3) == {
+        "states": 20, "target_head": 700, "drafts_heads": 2100, "rest": 40 + 3 * 35, "steps": 2
+    }  # fmt: skip
+    drafts = [("nvjet_64x8", 30.0), ("nvjet_64x8", 90.0), ("void nwor::(anonymous namespace)::argmax_kernel", 6.0)] * 3
+    update = [("void nwor::(anonymous namespace)::plan_vocabulary_kernel", 8.0)]
+    assert benchmark_engine.step_parts([*target, *update, *drafts] * 2, 3) == {
+        "states": 20, "target_head": 700, "drafts_heads": 8 + 3 * 96, "rest": 40 + 3 * 30, "steps": 2
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- gpu_transaction.py
