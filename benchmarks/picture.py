@@ -1,12 +1,12 @@
-"""Draw the results of the H200 as pictures: docs/draft_graphs.png and docs/hybrid.png.
+"""Draw the results of the H200 as pictures: docs/draft_graphs.png, docs/hybrid.png and docs/step.png.
 
-python benchmarks/picture.py [draft_graphs] [hybrid]
+python benchmarks/picture.py [draft_graphs] [hybrid] [step]
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,19 +23,16 @@ DRAFTERS = {
     "tok_s_eagle_vanilla": ("EAGLE, vanilla V2", "-^"),
     "tok_s_no_speculation": ("no speculation, V2", ":x"),
 }
-HYBRIDS = {
-    "tok_s_recurrent_beside_bfloat16": ("recurrent, K = 3", "-o"),
-    "tok_s_bfloat16": ("vanilla's best: bfloat16 states, K = 3", "--s"),
-    "tok_s_default": ("vanilla's default, K = 3", "--o"),
-    "tok_s_recurrent_beside_drafts_0": ("recurrent, chunk form, no drafts", "-x"),
-    "tok_s_drafts_0": ("vanilla's default, no drafts", ":x"),
-    "chunk_tok_s_recurrent_beside_bfloat16": ("recurrent, chunk form, K = 3 (another run)", "-^"),
-}
+# A bar of vanilla is that of the best of these sides at its load.
+VANILLAS = ("vanilla", "bfloat16+fp8_head", "fp8_head", "drafts_0")
+BARS = {"recurrent": "recurrent", "vocabulary": "draft vocabulary", "recurrent+vocabulary": "both"}
+STEPS = {"vanilla": "vanilla", "recurrent+vocabulary": "recurrent,\ndraft vocabulary"}
+PARTS = {
+    "rest": "other layers", "target_head": "the target's head", "drafts_heads": "the drafts' heads", "states": "states"
+}  # fmt: skip
 
 
-def draw_lines(
-    name: str, found: Mapping[str, dict[str, Any]], series: dict[str, tuple[str, str]], title: str, scale: str = "log"
-) -> None:
+def draw_lines(name: str, found: Mapping[str, dict[str, Any]], series: dict[str, tuple[str, str]], title: str) -> None:
     """Draw output tok/s over requests with their quartiles, one line per series."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -48,7 +45,7 @@ def draw_lines(
         axes.errorbar(counts, values, errors, label=label, fmt=style, linewidth=1.2, markersize=5)
         ticks |= rows.keys()
     axes.set_xscale("log")
-    axes.set_yscale(scale)
+    axes.set_yscale("log")
     axes.set_xticks(sorted(ticks), [str(count) for count in sorted(ticks)], minor=False)
     axes.set_xticks([], minor=True)
     axes.set_xlabel("requests at once")
@@ -66,15 +63,48 @@ def draw_drafters() -> None:
 
 
 def draw_hybrid() -> None:
-    """Draw a hybrid model with recurrent on and off, with and without drafts."""
-    chunk = {f"chunk_{name}": row for name, row in read("h200", "gpu_hybrid_chunk").items()}
-    found = ChainMap(read("h200", "gpu_hybrid"), read("h200", "gpu_hybrid_without_drafts_chunk"), chunk)
-    draw_lines(
-        "hybrid", found, HYBRIDS, "Qwen3.5-9B's shape, 36 GiB of cache; with drafts: 2.5 tokens a step", "linear"
-    )
+    """Draw a hybrid model's output tok/s in one run: the best vanilla, each of our features, and both."""
+    found = read("h200", "gpu_engine_hybrid")
+    counts = sorted(int(name.rsplit("/", 1)[1]) for name in found if name.startswith("tok_s/vanilla/"))
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, count in zip(figure.subplots(1, len(counts)), counts, strict=True):
+        best = max(VANILLAS, key=lambda side: found[f"tok_s/{side}/{count}"]["value"])
+        for place, (side, label) in enumerate({best: "the best vanilla", **BARS}.items()):
+            measured = found[f"tok_s/{side}/{count}"]
+            errors = [[abs(measured["value"] - end)] for end in measured["spread"]]
+            axes.bar(place, measured["value"], yerr=errors, label=label, color=f"C{place}", capsize=3)
+        plural = "" if count == 1 else "s"
+        axes.set_title(f"{count} request{plural}\nvanilla: {best}", fontsize=9)
+        axes.set_xticks([])
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supylabel("output tok/s", fontsize=10)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.savefig(DOCS / "hybrid.png", dpi=110)
 
 
-PICTURES = {"draft_graphs": draw_drafters, "hybrid": draw_hybrid}
+def draw_step() -> None:
+    """Draw the device time of a decode step by its parts, before and after."""
+    found = read("h200", "gpu_engine_steps")
+    counts = sorted({int(name.split("/")[2]) for name in found if name.startswith("step_us/")})
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for place, (count, side) in enumerate(itertools.product(counts, STEPS)):
+        left = 0.0
+        for color, (part, label) in enumerate(PARTS.items()):
+            milliseconds = found[f"step_us/{side}/{count}/{part}"]["value"] / 1e3
+            axes.barh(-place, milliseconds, left=left, color=f"C{color}", label=label if place == 0 else None)
+            left += milliseconds
+    labels = [f"{STEPS[side]}, {count}" for count, side in itertools.product(counts, STEPS)]
+    axes.set_yticks([-place for place in range(len(labels))], labels, fontsize=8)
+    axes.set_xlabel("device time of a decode step (ms), by requests at once")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    figure.savefig(DOCS / "step.png", dpi=110)
+
+
+PICTURES = {"draft_graphs": draw_drafters, "hybrid": draw_hybrid, "step": draw_step}
 
 
 def main() -> None:

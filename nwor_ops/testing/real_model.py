@@ -11,23 +11,41 @@ import pathlib
 import re
 from collections.abc import Collection
 
+_ENGLISH = """
+    photosynthesis; inflation; the water cycle; how a bicycle stays upright; the Roman Empire; compound
+    interest; vaccines; black holes; how bread rises; the French Revolution; supply and demand; how a camera
+    works; the immune system; earthquakes; the stock market; evolution; how planes fly; tides; democracy; the
+    printing press; antibiotics; climate change; how batteries work; jazz; the Cold War; sleep; how glass is
+    made; insurance; volcanoes; chess; the moon landing; genetics; public transport; how to write a good letter;
+    the history of tea; budgeting
+"""
+_CODE = """
+    reverses a linked list; checks whether a string is a palindrome; merges two sorted lists; counts the words
+    of a file; computes the n-th Fibonacci number; parses a CSV file; sorts a list with quicksort; finds the
+    primes below n; flattens a nested list; validates an email address; converts Celsius to Fahrenheit; computes
+    a moving average; removes duplicates from a list; inverts a dictionary; multiplies two matrices; computes
+    the factorial of n; finds the longest word of a text; does a binary search; groups records by a key; reads a
+    JSON file; downloads a web page; measures the time of a call; caches the results of another function; finds
+    all anagrams of a word; computes the distance of two points; rotates a matrix; prints a calendar of a month;
+    draws a random sample; computes a checksum of a file; renames the files of a folder; finds the shortest path
+    in a graph; traverses a binary tree; converts a number to Roman numerals; splits a list into chunks; counts
+    the vowels of a string; computes the greatest common divisor
+"""
+_FRENCH = """
+    la photosynthèse; l'inflation; le cycle de l'eau; l'Empire romain; les vaccins; les trous noirs; la
+    Révolution française; la bourse; le système immunitaire; les tremblements de terre; la démocratie;
+    l'imprimerie; le climat; le jazz; le sommeil; les volcans; les échecs; la génétique; l'histoire du thé; la
+    lune; les marées; le cinéma; le vélo; la cuisine française; les abeilles; la peinture; les impôts; le
+    football; la mer; les montagnes; le vin; la musique; les trains; l'école; la médecine; la ville de Lyon
+"""
 PROMPTS = {
-    "English": [
-        "Explain why the sky is blue.", "Write a short story about a lighthouse keeper.",
-        "What are the benefits of regular exercise?", "Describe how bread is made.",
-        "Summarize the causes of the French Revolution.", "Give advice to someone who moves to a new city.",
-    ],
-    "code": [
-        "Write a Python function that returns the n-th Fibonacci number.", "Write a binary search in C.",
-        "Write a SQL query that counts orders by customer.", "Write a Python class for a stack.",
-        "Write a bash script that renames all .txt files to .md.", "Write HTML for a form with two fields.",
-    ],
-    "French": [
-        "Réponds en français : décris la ville de Paris.", "Réponds en français : qu'est-ce que la neige ?",
-        "Écris en français une lettre à un ami.", "Explique en français comment faire du pain.",
-        "Raconte en français une histoire courte.", "Réponds en français : pourquoi le ciel est-il bleu ?",
-    ],
-}  # fmt: skip
+    kind: [sentence.format(" ".join(words.split())) for words in topics.split(";")]
+    for kind, sentence, topics in (
+        ("English", "Explain {} to a beginner.", _ENGLISH),
+        ("code", "Write a Python function that {}.", _CODE),
+        ("French", "Explique en français : {}.", _FRENCH),
+    )
+}
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
