@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nwor_ops.testing.real_model import gguf_file, write_model
+from nwor_ops.testing.real_model import PROMPTS, gguf_file, write_model
 
 ENGINE = pathlib.Path(__file__).resolve().parents[2] / "support" / "real_model_engine.py"
 VOCABULARY = 49_152
@@ -35,9 +35,12 @@ def test_acceptance_of_real_model(tmp_path: pathlib.Path) -> None:
     whole = _run(target, drafter, VLLM_PLUGINS="")
     ours = _run(target, drafter, VLLM_NWOR_DRAFT_VOCABULARY=str(VOCABULARY // 4))
     rates = {
-        kind: [side[kind]["accepted"] / side[kind]["drafted"] for side in (whole, ours)] for kind in whole
+        kind: [side[kind]["accepted"] / side[kind]["drafted"] for side in (whole, ours)] for kind in PROMPTS
     }  # fmt: skip
     print(json.dumps(rates))
+    for side in (whole, ours):
+        answers = [json.loads(text) for text in side["JSON"]["texts"]]
+        assert all(answer.keys() == {"topic", "level", "steps"} for answer in answers)
     for kind, (before, after) in rates.items():
         assert 0.2 < before < 0.95
         assert after >= LEAST * before, kind
