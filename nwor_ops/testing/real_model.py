@@ -15,6 +15,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Collection, Sequence
+from typing import Any
 
 _ENGLISH = """
     photosynthesis; inflation; the water cycle; how a bicycle stays upright; the Roman Empire; compound
@@ -86,7 +87,7 @@ def chats(prompts: Sequence[str]) -> list[list[int]]:
     """Return the token ids of chats that begin with these prompts."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_folder())
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     ids: list[list[int]] = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
     return ids

@@ -15,6 +15,7 @@ A job is a dict with ``engine`` (arguments of ``vllm.LLM``), ``environment``, an
 - ``cost_curves``: milliseconds of drafting by requests and of verifying by tokens, for adaptive verification. They
   replace vLLM's measurements, so that every engine verifies the same drafts.
 - ``prompt_tokens``: lengths of the prompts, in turn.
+- ``chats``: real prompts of the real model.
 - ``prefill``: settings of a prefill engine in another process. It computes all prompts first; see ``prefill_engine``.
 - ``nodes``: 2 if half of the workers run on another node.
 
@@ -313,6 +314,7 @@ def _record_drafts(llm: Any) -> dict[str, Any]:
 def _requests(job: dict[str, Any]) -> list[Any]:
     """Return the demo's requests, which have many lengths and arrive while others run, with or without a
     shared prefix."""
+    from nwor_ops.testing.real_model import PROMPTS, chats
     from nwor_ops.testing.workload import tiny_llama_requests
 
     demo = tiny_llama_requests(job["max_tokens"])
@@ -323,6 +325,9 @@ def _requests(job: dict[str, Any]) -> list[Any]:
     prefix = [(7 * position + position // 5) % 64 for position in range(job["shared_prefix"])]
     for request in requests:
         request.prompt[:0] = prefix
+    real = chats([prompt for kind in PROMPTS.values() for prompt in kind[:8]]) if job["chats"] else ()
+    for request, tokens in zip(requests, real, strict=False):
+        request.prompt[:] = tokens
     for request, length in zip(requests, itertools.cycle(job["prompt_tokens"]), strict=False):
         request.prompt[:] = (request.prompt * (1 + length // len(request.prompt)))[:length]
     return requests

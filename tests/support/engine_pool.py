@@ -61,6 +61,7 @@ DEFAULTS: dict[str, Any] = {
     "cost_curves": None,
     "nodes": 1,
     "prompt_tokens": [],
+    "chats": False,
     "prefill": None,
 }
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+from nwor_ops.testing.real_model import PACKAGES
 from nwor_ops.testing.tiny_llama import VOCABULARY
 
 COW = {"mode": "cow", "audit": True}
@@ -198,6 +199,7 @@ def _methods() -> Iterator[Case]:
     yield _case("v2-flash-draft_model", method="draft_model")
     yield _case("v2-triton-draft_model", backend="TRITON_ATTN", method="draft_model")
     yield _case("v2-triton-ngram", backend="TRITON_ATTN")
+    yield _case("real-model", model="@real", needs=PACKAGES, use={"chats": True})
     yield _case("v1-flash-eagle", V1, method="eagle")
     yield _case("v1-flash-draft_model", V1, method="draft_model")
     yield _case("v1-triton-ngram", V1, backend="TRITON_ATTN")

@@ -391,4 +391,4 @@ def test_models_of_gpu_cases_can_be_written(tmp_path: Path) -> None:
     ]
     used = json.dumps([[case.engine, getattr(case, "use", {})] for case in cases])
     named = {word[1:] for word in re.findall(r'"(@\w+)"', used)}
-    assert {"mla", "mla_draft", "gdn_mtp", "llama_lora"} <= named <= set(models)
+    assert {"mla", "mla_draft", "gdn_mtp", "llama_lora", "real"} <= named <= {*models, "real"}

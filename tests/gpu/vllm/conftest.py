@@ -13,6 +13,8 @@ import pytest
 import torch
 from gpu_cases import ENGINE
 
+from nwor_ops.testing.real_model import model_folder
+
 HERE = pathlib.Path(__file__).resolve().parent
 REPORT = "engines.json"
 _records: dict[str, dict[str, Any]] = {}
@@ -105,7 +107,7 @@ class Engines:
         if isinstance(value, dict):
             return {key: self.resolved(item) for key, item in value.items()}
         if isinstance(value, str) and value.startswith("@"):
-            return self.models[value[1:]]
+            return str(model_folder()) if value == "@real" else self.models[value[1:]]
         return value
 
     def start_case(self, case: Any) -> tuple[Any, Any]:
