@@ -171,19 +171,22 @@ NWOR_HOST_DEVICE inline Redirect redirect_at_open(const WindowArguments& a, int6
     return r;
 }
 
-// The original slot of a redirected token; negative if the token was not redirected.
-NWOR_HOST_DEVICE inline int64_t saved_slot(const WindowArguments& a, int64_t group, const Redirect& r,
-                                           int64_t token) {
-    const int64_t slot = a.saved_slots[group * a.saved_stride + r.first_token + token];
-    return slot < a.num_blocks * a.block_size ? slot : -1;
-}
-
-// Returns what is invalid about the saved slot of a token, if anything.
-NWOR_HOST_DEVICE inline Found problem_of_saved(const WindowArguments& a, int64_t group, int64_t request,
-                                               const Redirect& r, int64_t token) {
+// The original slot of a redirected token; negative if the token was not redirected, or if the slot is
+// invalid, which `found` receives.
+NWOR_HOST_DEVICE inline int64_t saved_slot(const WindowArguments& a, int64_t group, int64_t request,
+                                           const Redirect& r, int64_t token, Found* found = nullptr) {
     const int64_t slot = a.saved_slots[group * a.saved_stride + r.first_token + token];
     const int64_t limit = a.num_blocks * a.block_size;
-    return slot < limit ? Found{} : Found{kWindowSavedSlot, request, slot, limit};
+    if (slot < limit) return slot;
+    if (found != nullptr) *found = {kWindowSavedSlot, request, slot, limit};
+    return -1;
+}
+
+NWOR_HOST_DEVICE inline Found problem_of_saved(const WindowArguments& a, int64_t group, int64_t request,
+                                               const Redirect& r, int64_t token) {
+    Found found{};
+    saved_slot(a, group, request, r, token, &found);
+    return found;
 }
 
 // Computes what open_window has redirected.
@@ -193,9 +196,9 @@ NWOR_HOST_DEVICE inline Redirect redirect_at_close(const WindowArguments& a, int
     if (!r.any()) return r;
     if (a.num_rejected != nullptr) r.accepted = num_accepted_of(r.drafts, a.num_rejected[request]);
     const int64_t tail_page = a.tail_pages[group * a.tail_stride + request];
-    const int64_t slot = saved_slot(a, group, r, 0);  // slot of the first draft; set_tail comes later
-    if (tail_page < 0 || slot < 0) {
-        if (tail_page >= 0) *found = problem_of_saved(a, group, request, r, 0);
+    // The slot of the first draft, because set_tail comes later.
+    const int64_t slot = tail_page < 0 ? -1 : saved_slot(a, group, request, r, 0, found);
+    if (slot < 0) {
         r.state = -1;
         return r;
     }
@@ -253,7 +256,7 @@ NWOR_HOST_DEVICE inline Found redirect_token(const WindowArguments& a, int64_t g
 NWOR_HOST_DEVICE inline void put_back_token(const WindowArguments& a, int64_t group, int64_t request,
                                             const Redirect& r, int64_t token) {
     const GroupTables& tables = a.groups[group];
-    const int64_t slot = saved_slot(a, group, r, token);
+    const int64_t slot = saved_slot(a, group, request, r, token);
     if (slot < 0) return;
     tables.slot_mapping[r.first_token + token] = slot;
     tables.block_table[request * tables.row_stride + r.tail_page + place_of(a, r, token).page] =
@@ -289,7 +292,7 @@ NWOR_HOST_DEVICE inline void close_request(const WindowArguments& a, int64_t gro
         a.held_slots[a.shadow_index(group, state, r.first_shadow)] =
             r.tail_block * a.block_size + r.first_offset - 1;
     for (int64_t token = 0; token < r.tokens() && kept(a, r, token); ++token) {
-        const int64_t slot = saved_slot(a, group, r, token);
+        const int64_t slot = saved_slot(a, group, request, r, token);
         if (slot < 0) return;
         a.held_slots[a.shadow_index(group, state, place_of(a, r, token).shadow)] = slot;
     }

@@ -97,7 +97,7 @@ void close(const WindowCall& call) {
             const Redirect& r = redirects[static_cast<size_t>(g * a.num_requests + q)];
             if (a.redirects) close_request(a, g, q, r);
             for (int64_t token = 0; r.any() && token < r.tokens(); ++token) {
-                const int64_t to = saved_slot(a, g, r, token);
+                const int64_t to = saved_slot(a, g, q, r, token);
                 if (to < 0) continue;
                 if (kept(a, r, token)) copies.push_back({g, shadow_slot(a, g, r, place_of(a, r, token)), to});
                 if (a.redirects) put_back_token(a, g, q, r, token);

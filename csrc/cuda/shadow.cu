@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) close_kernel(const __grid_constant__
     const Redirect r = redirect_at_close(a, task.run.group, task.request, &found);
     if (!r.any()) return;
     for (int64_t token = task.first; token < r.tokens(); token += job.rows_at_once) {
-        const int64_t slot = saved_slot(a, task.run.group, r, token);
+        const int64_t slot = saved_slot(a, task.run.group, task.request, r, token);
         if (slot < 0 || !kept(a, r, token)) continue;
         const RedirectedPlace at = place_of(a, r, token);
         const int64_t shadow = a.shadow_blocks[a.shadow_index(task.run.group, r.state, at.shadow)];
