@@ -429,6 +429,8 @@ NWOR_HOST_DEVICE inline Found problem_of_request(const AcceptArguments& a, int64
     const int64_t before = a.drafts_of.before(q), until = a.drafts_of.until(q);
     if (q == 0 && before != 0) return {kDraftStartsFirst, q, before, 0};
     if (until < before) return {kDraftStartsDecrease, q, until, before};
+    if (a.num_rejected == nullptr && until - before > a.sampled.columns)
+        return {kMoreDraftsThanColumns, q, until - before, a.sampled.columns};
     if (q < a.num_requests - 1) return {};
     if (a.num_rejected == nullptr && until > a.drafts.length)
         return {kMoreDraftsThanIds, q, until, a.drafts.length};

@@ -30,6 +30,7 @@ enum Problem {
     kMoreDraftsThanTokens,
     kDraftPastTokens,
     kMoreDraftsThanRows,
+    kMoreDraftsThanColumns,
     kMoreDraftsThanIds,
     kMoreDraftsThanMarks,
     kMoreDraftsThanFlags,
@@ -133,6 +134,9 @@ constexpr Wording kWordings[] = {
      "slot_mappings must cover every draft, got {limit} tokens where request {index} ends at token {value}"},
     {kMoreDraftsThanRows, kValueError,
      "row_slots must have a row for each draft, got {limit} rows for {value} drafts"},
+    {kMoreDraftsThanColumns, kValueError,
+     "sampled_token_ids must have a column for each draft, got {limit} columns for the {value} drafts of "
+     "request {index}"},
     {kMoreDraftsThanIds, kValueError,
      "draft_start_loc must not exceed the {limit} entries of draft_token_ids, got {value}"},
     {kMoreDraftsThanMarks, kValueError,

@@ -128,8 +128,9 @@ def acceptance_mask(
 
     Raises:
         ValueError: an invalid shape or stride. On the CPU also a ``draft_start_loc`` that does not begin with 0, that
-            decreases, or that counts more drafts than there are. On CUDA such values change only the results; debug
-            mode raises.
+            decreases, or that counts more drafts than there are, or a request with more drafts than columns of
+            ``sampled_token_ids``. On CUDA such values change only the results: drafts without a column are rejected.
+            Debug mode raises.
 
     Example:
         >>> import torch
@@ -190,7 +191,7 @@ def reject_rows(
     A window that :func:`plan_window` did not plan has no drafts: every row is False and nothing is counted.
 
     Raises:
-        ValueError: on the CPU, more than R drafts.
+        ValueError: on the CPU, more than R drafts, or as :func:`acceptance_mask`. Nothing is written.
 
     Example:
         >>> import torch

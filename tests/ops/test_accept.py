@@ -54,7 +54,6 @@ DECIDED = {
     "equal again after a mismatch": ([[1, 2, 3]], [[1, 9, 3, 9]], [1]),
     "no drafts between": ([[1], [], [2]], [[1, 9], [9, -1], [9, -1]], [1, 0, 0]),
     "no bonus column": ([[1, 2]], [[1, 2]], [2]),
-    "fewer columns than drafts": ([[1, 2, 3]], [[1, 2]], [2]),
     "more requests sampled than planned": ([[1]], [[1, 9], [9, 9], [9, 9]], [1]),
     "token 0": ([[0, 0]], [[0, 0, 0]], [2]),
     "beyond 32 bits": ([[2**40]], [[2**40, 1]], [1]),
@@ -177,12 +176,26 @@ def test_invalid_draft_starts(device, op, starts):
     arguments = with_arguments(op, reject_call(op), draft_start_loc=int32(*starts))
     sentence = (
         r"draft_start_loc must (begin with 0, got|not decrease, got -?\d+ and -?\d+ around"
-        r"|not exceed (the 7 |num_draft_tokens .7.,))"
+        r"|not exceed (the 7 |num_draft_tokens .7.,))|sampled_token_ids must have a column for each draft"
     )
     left = bad_input.check_bad_data(op, arguments, ValueError, sentence, device)
     if left is not None:
         num_accepted = left[-1] if op.startswith("acceptance_mask") else left[-2]
         assert ((num_accepted >= 0) & (num_accepted <= 7)).all()
+
+
+@pytest.mark.debug_mode
+@pytest.mark.parametrize("op", ["acceptance_mask", "reject_rows"])
+def test_fewer_columns_than_drafts(device, op):
+    """The fourth draft of request 2 cannot be compared. CUDA rejects it, and accepts the others as usual."""
+    arguments = reject_call(op)
+    arguments = with_arguments(op, arguments, sampled_token_ids=surrounded(arguments[1][:, :3]))
+    left = bad_input.left_by_the_oracle(op, arguments)
+    sentence = "sampled_token_ids must have a column for each draft, got 3 columns for the 4 drafts of request 2"
+    after = bad_input.check_bad_data(op, arguments, ValueError, sentence, device, left)
+    if after is not None:
+        num_accepted = after[-1] if op == "acceptance_mask" else after[-2]
+        assert num_accepted.tolist() == [2, 0, 3]
 
 
 @pytest.mark.parametrize(

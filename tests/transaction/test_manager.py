@@ -211,6 +211,21 @@ def test_commit_looks_only_at_the_named_drafts():
         assert cache[0, :, 0, 0].tolist() == expected
 
 
+def test_commit_needs_a_column_per_draft():
+    """Otherwise it would undo an accepted draft. Nothing is written, and the window stays open."""
+    transactions = Transactions(["packed"])
+    batch = transactions.batch((Request(1, 3, 3), Request(1, 1, 0)))
+    transactions.manager.begin(batch.window)
+    transactions.forward(batch, batch.drafted)
+    before = memory(vars(transactions.manager.buffers))
+    with pytest.raises(ValueError, match=r"^reject_rows: sampled_token_ids must have .*2 columns for the 3 drafts"):
+        transactions.manager.commit(batch.draft_token_ids, batch.sampled_token_ids[:, :2])
+    after = memory(vars(transactions.manager.buffers))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    transactions.manager.cancel()
+    transactions.assert_as_expected()
+
+
 # ---------------------------------------------------------------- what is left in the cache
 
 
