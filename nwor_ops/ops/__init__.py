@@ -6,8 +6,8 @@ tables in ``meta/FAMILY.py``.
 ``torch.ops.nwor.NAME`` and the function of the same name take the same arguments in the same order. The function adds
 three things:
 
-- It refuses tensors that require a gradient. The ops have no backward, and an in-place op without one would silently
-  corrupt a backward pass.
+- It refuses tensors that require a gradient or have a tangent. The ops have no derivatives, and an in-place op without
+  one would silently corrupt a backward pass.
 - It raises ``TypeError`` for a wrong dtype or device. The dispatcher can raise only ``ValueError``.
 - It raises ``TypeError`` for an option that is neither True nor False. The dispatcher takes the truth value of None and
   of numbers.

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from nwor_ops.arguments import bool_error, describe_type_error
 from nwor_ops.torch_fixes import before_lowering
@@ -71,7 +72,7 @@ def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Fun
     A call raises:
         TypeError: an argument has a type that the schema does not accept, or an invalid dtype or device.
         ValueError: an argument is invalid in another way.
-        RuntimeError: a tensor requires a gradient, or there is no kernel for its device.
+        RuntimeError: a tensor requires a gradient or has a tangent, or there is no kernel for its device.
     """
 
     def declare(function: _Function) -> _Function:
@@ -91,7 +92,8 @@ def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Fun
                 value = arguments[place] if place < len(arguments) else named.get(option, False)
                 if (error := bool_error(label, value)) is not None:  # torch 2.11 cannot trace `if error`
                     raise error
-            if torch.is_grad_enabled():  # serving disables gradients, which skips this check of every plane
+            # Serving disables gradients, which skips this check of every plane.
+            if torch.is_grad_enabled() or forward_ad._current_level >= 0:
                 _refuse_gradients(declared, arguments, named)
             try:
                 return overload(*arguments, **named)
@@ -144,13 +146,13 @@ _TYPE_ERROR = re.compile(r" must have dtype | must be on device ")
 
 
 def _refuse_gradients(op: Op, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    tensors: list[Tensor] = []
     for argument in (*arguments, *named.values()):
         if isinstance(argument, Tensor):
-            if argument.requires_grad:
-                break
-        elif isinstance(argument, (list, tuple)) and any(isinstance(e, Tensor) and e.requires_grad for e in argument):
-            break
-    else:
+            tensors.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            tensors += [element for element in argument if isinstance(element, Tensor)]
+    if not any(map(_gradient_error, tensors)):
         return
     for name, argument in op.arguments(arguments, named).items():
         if isinstance(argument, Tensor):
@@ -161,12 +163,20 @@ def _refuse_gradients(op: Op, arguments: Sequence[Any], named: Mapping[str, Any]
                     refuse_gradient(op.name, f"{name}[{index}]", element)
 
 
-def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.requires_grad:
-        raise RuntimeError(
-            f"{op}: {name} must not require a gradient, the op has no backward; "
-            "call it under torch.no_grad() or torch.inference_mode(), or pass .detach()"
+def _gradient_error(tensor: Tensor) -> str | None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return (
+            "must not require a gradient, the op has no backward; call it under torch.no_grad() or "
+            "torch.inference_mode(), or pass .detach()"
         )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        return "must not have a tangent, the op has no forward derivative; pass .detach()"
+    return None
+
+
+def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
+    if error := _gradient_error(tensor):
+        raise RuntimeError(f"{op}: {name} {error}")
 
 
 def translated(op: Op, arguments: Sequence[Any], named: Mapping[str, Any], error: Exception) -> Exception:

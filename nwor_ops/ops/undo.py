@@ -168,7 +168,7 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
 
     Raises:
         ValueError, TypeError: no plane, or planes of different geometries.
-        RuntimeError: a plane requires a gradient.
+        RuntimeError: a plane requires a gradient or has a tangent.
 
     Example:
         >>> import torch
@@ -181,9 +181,8 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
     """
     if wrong_type := type_error_in_list("plane_table: caches", caches):
         raise wrong_type
-    if torch.is_grad_enabled():
-        for index, cache in enumerate(caches):
-            refuse_gradient("plane_table", f"caches[{index}]", cache)
+    for index, cache in enumerate(caches):
+        refuse_gradient("plane_table", f"caches[{index}]", cache)
     if not caches:
         raise ValueError("plane_table: caches must hold at least one plane, got none")
     first = caches[0]

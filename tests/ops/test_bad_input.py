@@ -9,6 +9,7 @@ import re
 import bad_input
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from nwor_ops import ops
 from nwor_ops.arguments import describe_type_error
@@ -75,13 +76,30 @@ def test_options_are_booleans_in_compiled_code(device, op, fullgraph):
 
 @pytest.mark.parametrize("op", OPS)
 def test_gradients_are_refused(op):
-    """The ops have no backward. An in-place write without one would silently corrupt the backward pass."""
+    """The ops have no derivatives. Without an error, a gradient or a tangent would be lost silently."""
     for name, _, value, call in bad_input._replacements(op, "cpu", bad_input.is_tensor):
         if value is not None and value.dtype in (torch.float32, torch.float16, torch.bfloat16):
-            arguments = call(value.detach().requires_grad_())
-            _, error = bad_input.attempt(op, arguments)
+            _, error = bad_input.attempt(op, call(value.detach().requires_grad_()))
             assert type(error) is RuntimeError, name
             assert str(error).startswith(f"{op}: {name} must not require a gradient"), error
+            with forward_ad.dual_level(), torch.no_grad():
+                _, error = bad_input.attempt(op, call(forward_ad.make_dual(value, torch.ones_like(value))))
+            assert type(error) is RuntimeError, name
+            assert str(error).startswith(f"{op}: {name} must not have a tangent"), error
+
+
+def test_jvp_is_refused():
+    """torch.func.jvp wraps its tensors. A call without its tensors works inside it."""
+    rows, one = torch.ones(2, 1, 4), torch.ones(1)
+
+    def write(key):
+        ops.write_kv(rows, rows, torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), torch.arange(2), one, one, "auto")
+        cache = torch.zeros(1, 2, 1, 4)
+        ops.write_kv(rows, key, torch.zeros(1, 2, 1, 4), cache, torch.arange(2), one, one, "auto")
+        return cache
+
+    with pytest.raises(RuntimeError, match=r"^write_kv: value must not have a tangent"):
+        torch.func.jvp(write, (rows,), (rows,))
 
 
 def check_on_cuda(op, label, arguments, on_cpu, expected, refused):
