@@ -125,8 +125,8 @@ def check(
 @app.command()
 def bench(
     feature: Annotated[
-        Literal["cow", "stage", "draft_graphs", "recurrent", "chunk"],
-        typer.Argument(help="A mode of the transaction, draft graphs, or recurrent states in the exact or chunk form."),
+        Literal["cow", "stage", "draft_graphs", "recurrent", "chunk", "draft_vocabulary"],
+        typer.Argument(help="A mode of the transaction, a form of recurrent states, or a feature of drafters."),
     ],
     arguments: Annotated[
         list[str], typer.Argument(metavar="-- ARGS...", help="The arguments of vllm serve, for both sides.")

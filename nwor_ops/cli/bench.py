@@ -26,7 +26,7 @@ from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, as_di
 from nwor_ops.cli.check import stopping_if_refused
 from nwor_ops.cli.report import Report, Stopped, check_model, make_folder, versions
 from nwor_ops.config import SWITCH, is_ours
-from nwor_ops.testing.server import Server, ServerFailed
+from nwor_ops.testing.server import STOP_SECONDS, Server, ServerFailed
 
 START_SECONDS = 3600.0  # a large model may be downloaded and compiled
 WARM_UP_SEEDS = (2**31 - 1, 2**31 - 2)  # no round has them
@@ -44,11 +44,15 @@ _ALL_OFF = {
 
 
 class Feature(NamedTuple):
-    """A feature to measure: its name in ``nwor-ops check``, its switch, and its label of ``nwor_info`` if it runs."""
+    """A feature to measure: its name in ``nwor-ops check``, its switch, and its label of ``nwor_info`` if it runs.
+
+    ``same_drafts`` tells whether both sides propose the same drafts, so that unequal acceptance is an accident.
+    """
 
     name: str
     switch: dict[str, str]
     label: tuple[str, str]
+    same_drafts: bool = True
 
 
 FEATURES = {
@@ -57,6 +61,9 @@ FEATURES = {
     "draft_graphs": Feature("draft graphs", {"VLLM_NWOR_DRAFT_GRAPHS": "1"}, ("draft_graphs", "on")),
     "recurrent": Feature("recurrent", {"VLLM_NWOR_RECURRENT": "exact"}, ("recurrent", "exact")),
     "chunk": Feature("recurrent", {"VLLM_NWOR_RECURRENT": "chunk"}, ("recurrent", "chunk")),
+    "draft_vocabulary": Feature(
+        "draft vocabulary", {"VLLM_NWOR_DRAFT_VOCABULARY": "32768"}, ("draft_vocabulary", "on"), same_drafts=False
+    ),
 }
 
 
@@ -218,10 +225,11 @@ class Servers:
     Args:
         options: the options of the command.
         memory: further arguments of both servers.
+        report: says what an interrupted command waits for.
     """
 
-    def __init__(self, options: BenchOptions, memory: Sequence[str]) -> None:
-        self._options, self._memory = options, memory
+    def __init__(self, options: BenchOptions, memory: Sequence[str], report: Report) -> None:
+        self._options, self._memory, self._report = options, memory, report
 
     @contextlib.contextmanager
     def running(self, *sides: str) -> Iterator[dict[str, Server]]:
@@ -236,6 +244,10 @@ class Servers:
                 started[side] = Server(self.arguments_of(side), self._options.environment(side), log)
                 self._wait(side, started[side])
             yield started
+        except KeyboardInterrupt:
+            names = " and ".join(started)
+            self._report.notice(f"interrupted; waiting for the servers to end ({names}), {STOP_SECONDS} s each at most")
+            raise
         finally:
             with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
                 for server in started.values():
@@ -281,9 +293,10 @@ def _measure(options: BenchOptions, report: Report) -> tuple[dict[str, Any], lis
     with report.task(f"checking whether {options.feature} runs with these arguments"):
         config = prepare(options)
         client = Client(options.client_arguments, config.model_config, options.output / "client.log")
-    servers, plan = Servers(options, memory_arguments(options, config)), Plan(options, client)
+    servers, plan = Servers(options, memory_arguments(options, config), report), Plan(options, client)
     measure_rounds(options, report, servers, plan)
-    loads = [Load(requests, runs) for requests, runs in plan.runs.items()]
+    same_drafts = FEATURES[options.feature].same_drafts
+    loads = [Load(requests, runs, same_drafts) for requests, runs in plan.runs.items()]
     return _describe(options, config, servers, loads) | {"seconds": round(time.monotonic() - started, 1)}, loads
 
 

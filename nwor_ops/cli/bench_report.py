@@ -68,10 +68,12 @@ class Load:
     Attributes:
         requests: how many run at a time.
         runs: by side. Runs at the same place belong to one round.
+        same_drafts: whether both sides propose the same drafts. If not, their acceptance is part of the result.
     """
 
     requests: int
     runs: Mapping[str, Sequence[Run]]
+    same_drafts: bool = True
 
     @property
     def acceptance(self) -> dict[str, Acceptance | None]:
@@ -85,6 +87,8 @@ class Load:
             return "no draft was verified; this traffic or method makes none"
         if vanilla is None or ours is None:
             return f"{VANILLA if vanilla is None else OURS} verified no draft"
+        if not self.same_drafts:
+            return None
         limit = f"differ by more than {100 * ACCEPTANCE_TOLERANCE:.0f} %"
         if _differ(vanilla.length, ours.length):
             return f"{vanilla.length:.2f} (vanilla) and {ours.length:.2f} tokens per step {limit}"

@@ -75,6 +75,10 @@ class Report:
     def error(self, sentence: str) -> None:
         self._err.print(f"[{BAD}]nwor-ops {self.command}:[/] {escape(sentence)}")
 
+    def notice(self, sentence: str) -> None:
+        """Print a sentence on stderr that is no error, such as what an interrupted command waits for."""
+        self._err.print(f"nwor-ops {self.command}: {sentence}", markup=False)
+
     def write(self, folder: pathlib.Path, name: str, write: Callable[[pathlib.Path], object]) -> bool:
         """Write a file of the result. An error, such as a full disk, is printed, because the result is printed too."""
         try:

@@ -6,6 +6,8 @@ tests/vllm/test_bench_servers.py runs the command with real servers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -115,6 +117,16 @@ def test_unequal_acceptance_gets_no_ratio(
         assert f"not comparable: {obstacle}" in printed
 
 
+def test_own_drafts_are_part_of_the_ratio() -> None:
+    """A draft vocabulary proposes other drafts than the whole one."""
+    measured = load((1.1,) * 6, accepted=500)
+    assert measured.finding is Finding.NOT_COMPARABLE
+    measured = dataclasses.replace(measured, same_drafts=False)
+    assert (measured.finding, measured.obstacle) == (Finding.FASTER, None)
+    without = dataclasses.replace(load((1.1,) * 6, drafts=0, accepted=0), same_drafts=False)
+    assert without.obstacle == "nwor verified no draft"
+
+
 def test_sides_without_drafts_are_not_comparable() -> None:
     without = [run(100.0, drafts=0, accepted=0)] * 6
     obstacle = "no draft was verified; this traffic or method makes none"
@@ -135,6 +147,7 @@ def test_sides_differ_in_the_feature_only(tmp_path: pathlib.Path, monkeypatch: p
         "draft_graphs": NworConfig(draft_graphs=True),
         "recurrent": NworConfig(recurrent="exact"),
         "chunk": NworConfig(recurrent="chunk"),
+        "draft_vocabulary": NworConfig(draft_vocabulary=32768),
     }
     additional = {"mode": "cow", "draft_graphs": True, "recurrent": True, "draft_vocabulary": 9}
     additional = {"nwor": additional | {"on_unsupported": "vanilla"}}
@@ -234,6 +247,20 @@ NOTHING_BETTER = "(APIServer pid=6) RuntimeError: Engine core initialization fai
 )  # fmt: skip
 def test_cause_is_found_in_log(log: str, error: str) -> None:
     assert error_of(log) == error
+
+
+def test_interrupt_says_what_it_waits_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = (sys.executable, "-c", "import time; time.sleep(600)")
+    monkeypatch.setattr(bench, "Server", functools.partial(Server, program=program))
+    monkeypatch.setattr(bench.Servers, "_wait", lambda *_: None)
+    servers = bench.Servers(BenchOptions("cow", ("MODEL",), tmp_path), (), Report("bench"))
+    with pytest.raises(KeyboardInterrupt), servers.running(*SIDES) as started:
+        raise KeyboardInterrupt
+    assert [server.alive() for server in started.values()] == [False, False]
+    sentence = "nwor-ops bench: interrupted; waiting for the servers to end (vanilla and nwor), 30 s each at most\n"
+    assert capsys.readouterr().err == sentence
 
 
 def test_second_interrupt_leaves_no_server() -> None:

@@ -52,6 +52,7 @@ def refusals() -> list[tuple[str, str, list[str]]]:
     return [
         prepared(model, "draft_graphs"),
         prepared(model, "chunk"),
+        prepared(model, "draft_vocabulary"),
         prepared([model_folder()], "cow"),
         prepared([*model, "--enforce-eager", "--max-num-seqs", "none"], "cow"),
         prepared(["/nonexistent/model"], "cow"),
@@ -68,6 +69,7 @@ def test_refusals_come_before_a_server_starts(engines: Engines) -> None:
     expected = [
         (Outcome.REFUSED, f"draft graphs will be refused: {why['draft graphs']}"),
         (Outcome.REFUSED, f"recurrent will be refused: {why['recurrent']}"),
+        (Outcome.REFUSED, f"draft vocabulary will be refused: {why['draft vocabulary']}"),
         (Outcome.REFUSED, "cow will be refused: the engine does not speculate (--speculative-config)"),
         (Outcome.INVALID, "an argument is unknown or malformed"),
         (Outcome.ENGINE, "vLLM refuses these arguments: "),
@@ -76,7 +78,7 @@ def test_refusals_come_before_a_server_starts(engines: Engines) -> None:
     for (outcome, message, _), (code, sentence) in zip(answers, expected, strict=False):
         assert outcome == code.name
         assert message.startswith(sentence)
-    assert "missing.yaml" in answers[5][1]
+    assert "missing.yaml" in answers[6][1]
     assert answers[len(expected) :] == [("", "", ["--gpu-memory-utilization", "0.35"]), ("", "", [])]
 
 
@@ -167,5 +169,6 @@ def test_interrupt_stops_the_servers(engines: Engines, model: str, tmp_path: pat
         process.kill()
     assert process.returncode == Outcome.INTERRUPTED, errors
     assert json.loads(printed)["error"] == "interrupted; the servers are stopped"
+    assert "waiting for the servers to end (vanilla" in errors
     _, left = psutil.wait_procs(children, timeout=60)
     assert [child for child in left if child.status() != psutil.STATUS_ZOMBIE] == []
