@@ -147,9 +147,9 @@ class DraftVocabulary:
     def reset(self) -> None:
         """Start again with the first N tokens and no counts, if the contents of the tensors are lost."""
         rows = len(self.token_ids)
-        torch.arange(self.first_token, self.first_token + rows, out=self.token_ids)
+        torch.arange(self.first_token, self.first_token + rows, out=self.token_ids, device=self.token_ids.device)
         self.row_of_token.fill_(-1)
-        torch.arange(rows, dtype=torch.int32, out=self.row_of_token[:rows])
+        torch.arange(rows, dtype=torch.int32, out=self.row_of_token[:rows], device=self.row_of_token.device)
         for tensor in (self._used, self._hand, self.counters):
             tensor.zero_()
         self.reload()

@@ -119,7 +119,7 @@ class ShadowPages(BoundToMemory):
                 f"allocate: group {group!r} must have pages for requests in addition to its {num_blocks} shadow "
                 "pages (num_shadow_blocks), it has none"
             )
-        return torch.arange(first, first + self.blocks_per_group, dtype=torch.int32)
+        return torch.arange(first, first + self.blocks_per_group, dtype=torch.int32, device="cpu")
 
     def bind_begin(self, plan: Tensor, layout: Layout, sample: Window) -> Tensor:
         tables: Any = layout.block_tables

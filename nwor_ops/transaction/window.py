@@ -89,7 +89,8 @@ class Window(NamedTuple):
 
 def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
     """Copy host integers, such as request states, to the device as int64 without synchronizing."""
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    on_host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 class WindowBuffers(BoundToMemory):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
 
 import pytest
 from processes import ROOT
+from torch.utils._device import _device_constructors
 
 from nwor_ops.testing.samples import ops_of
 
@@ -59,6 +61,19 @@ def test_family_has_one_name_everywhere(pattern: str) -> None:
 def test_oracle_is_that_of_the_ops(family: str) -> None:
     oracle = importlib.import_module(f"nwor_ops.testing.oracle.{family}")
     assert sorted(oracle.__all__) == sorted(ops_of(family))
+
+
+def test_every_new_tensor_names_its_device() -> None:
+    """In all code that runs in an engine: engines often set a default device, and pinned memory must be the host's."""
+    constructors, calls, nameless = {f"torch.{function.__name__}" for function in _device_constructors()}, 0, []
+    for path in sorted({*ROOT.glob("nwor_ops/**/*.py")} - {*ROOT.glob("nwor_ops/testing/**/*.py")}):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in constructors:
+                calls += 1
+                if not any(keyword.arg == "device" for keyword in node.keywords):
+                    nameless.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert calls > 50
+    assert nameless == []
 
 
 def test_every_package_is_shipped() -> None:

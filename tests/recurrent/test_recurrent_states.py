@@ -443,23 +443,6 @@ def test_states_without_data():
     states.fold(int32(1).to("meta"))
 
 
-def test_default_device_is_not_used():
-    """Helper tensors name their device."""
-    with torch.device("meta"):
-        decoding = one_layer_of(new_cache(device="cpu"))
-    assert decoding.cursors.table.device.type == decoding.num_kept.device.type == "cpu"
-
-
-def one_layer_of(cache: RecurrentCache) -> RecurrentStates:
-    states = new_states()
-    states.register_layer("a", cache)
-    states.allocate()
-    states.begin(torch.tensor([1], device="cpu"), torch.tensor([0, 1], dtype=torch.int32, device="cpu"))
-    states.cancel()
-    states.fold(torch.tensor([1], device="cpu"))
-    return states
-
-
 # ---------------------------------------------------------------- protocol
 
 

@@ -161,7 +161,7 @@ class CacheAudit(StepListener):
         self._totals = AuditSummary()
         self._block_sizes = {layer.group: layer.cache.planes[0].view.shape[1] for layer in layers}
         slots = {layer.group: layer.cache.num_slots for layer in layers}
-        self._states = {group: torch.zeros(count, dtype=torch.uint8) for group, count in slots.items()}
+        self._states = {group: torch.zeros(count, dtype=torch.uint8, device="cpu") for group, count in slots.items()}
 
     # ------------------------------------------------------------ events of the session
 
@@ -396,14 +396,15 @@ class CacheAudit(StepListener):
                 marked[layer.group] |= self._marked_slots(layer, mask, slots[layer.group])
         for layer in self._layers_in(address):
             for plane in layer.cache.planes if slots.get(layer.group) else ():
-                elements(mask, plane)[positions(plane, torch.tensor(slots[layer.group]))] = 0
+                numbers = torch.tensor(slots[layer.group], device="cpu")
+                elements(mask, plane)[positions(plane, numbers)] = 0
         return marked
 
     def _marked_slots(self, layer: TargetLayer, mask: Tensor, slots: Sequence[int]) -> set[int]:
         """Return the slots of a layer that have a byte in a mask of its storage."""
         if not slots:
             return set()
-        numbers = torch.tensor(slots)
+        numbers = torch.tensor(slots, device="cpu")
         planes = layer.cache.planes
         parts = [(elements(mask, plane)[positions(plane, numbers)] != 0).flatten(1).any(1) for plane in planes]
         return set(numbers[torch.stack(parts).any(0).cpu()].tolist())

@@ -163,7 +163,7 @@ class StageAudit(CacheAudit):
             moved = torch.nonzero(shadow[start:end] != own[start:end])
             if len(moved) > 0:
                 token = start + int(moved[0])
-                rows = torch.arange(-int(own[token] % size), 0)
+                rows = torch.arange(-int(own[token] % size), 0, device=own.device)
                 tails.append((own[token] + rows, shadow[token] + rows))
         some, others = zip(*tails, strict=True)
         return torch.cat(some), torch.cat(others)

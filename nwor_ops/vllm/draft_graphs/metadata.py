@@ -36,7 +36,9 @@ class VllmDraftMetadata(DraftMetadata):
     def __init__(self, speculator: Any) -> None:
         self._speculator = speculator
         # An upper bound for any batch: vLLM adds to it and clamps it to the model's limit.
-        self._longest = torch.full((speculator.max_num_reqs,), speculator.max_model_len, dtype=torch.int32)
+        self._longest = torch.full(
+            (speculator.max_num_reqs,), speculator.max_model_len, dtype=torch.int32, device="cpu"
+        )
 
     def groups(self) -> Iterator[Any]:
         """Yield vLLM's attention groups that contain layers of the drafter."""

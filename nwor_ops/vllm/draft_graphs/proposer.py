@@ -76,7 +76,7 @@ class ProposerMetadata(DraftMetadata):
             block_table_tensor=proposer.block_table[:rows],
             slot_mapping=next(iter(slots.values())),
             causal=True,
-            seq_lens_cpu_upper_bound=torch.full((rows,), self._drafter.max_model_len, dtype=torch.int32),
+            seq_lens_cpu_upper_bound=torch.full((rows,), self._drafter.max_model_len, dtype=torch.int32, device="cpu"),
         )
         _, attention = self._drafter.build_per_group_and_layer_attn_metadata(common, draft_index=step)
         return LayerMetadata(attention, slots)

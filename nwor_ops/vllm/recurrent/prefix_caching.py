@@ -188,7 +188,7 @@ def _pages_of(context: Any, groups: Sequence[tuple[GroupLayers, Tensor]]) -> Any
                     of_all.append(found.get(name, 0))  # widths and rows are of convolutions
     pages = copies.copy(context)
     for name, of_all in values.items():
-        setattr(pages, name, torch.tensor(of_all).to(getattr(context, name)))
+        setattr(pages, name, torch.tensor(of_all, device="cpu").to(getattr(context, name)))
     pages.num_states = len(values["state_base_addrs"])
     return pages
 

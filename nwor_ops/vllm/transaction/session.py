@@ -434,7 +434,7 @@ class Session:
     def counts(self, *values: int) -> dict[str, float]:
         """Return the totals for the metrics. ``values`` are those of :attr:`counters`. Only with a transaction."""
         assert self.manager is not None
-        counts = self.manager.stats(torch.tensor(values)).as_dict()
+        counts = self.manager.stats(torch.tensor(values, device="cpu")).as_dict()
         steps = self.vanilla_steps + Counter({_TOO_MANY: counts.pop("overflowed")})
         del steps[_CANCELLED]  # it has its own metric
         return {

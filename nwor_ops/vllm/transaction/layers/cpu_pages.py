@@ -50,12 +50,13 @@ def learn_pages(write: Writer, like: Tensor, source_dtype: torch.dtype) -> Tenso
         raise OTHER_SIZE.because(source=source_dtype, cache=like.dtype)
     _, num_heads, block_size, width = like.shape
     # Write one bit of each element's number at a time, as values that no quantization turns into zero or back.
-    numbers = torch.arange(1, block_size * width + 1).view(block_size, 1, width).expand(-1, num_heads, -1)
-    slots = torch.arange(block_size, 2 * block_size)
-    numbered = torch.zeros((2, num_heads, block_size * width), dtype=torch.int32)
+    numbers = torch.arange(1, block_size * width + 1, device=like.device)
+    numbers = numbers.view(block_size, 1, width).expand(-1, num_heads, -1)
+    slots = torch.arange(block_size, 2 * block_size, device=like.device)
+    numbered = torch.zeros((2, num_heads, block_size * width), dtype=torch.int32, device=like.device)
     for bit in range((block_size * width).bit_length()):
         row = (numbers >> bit & 1).to(source_dtype) * 1.5
-        scratch = torch.zeros((2, num_heads, block_size, width), dtype=like.dtype)
+        scratch = like.new_zeros((2, num_heads, block_size, width))
         write(row[..., : width // 2].contiguous(), row[..., width // 2 :].contiguous(), scratch, slots)
         numbered |= _written(scratch).view_as(numbered).int() << bit
     order = numbered[1, 0]
@@ -69,7 +70,7 @@ def learn_pages(write: Writer, like: Tensor, source_dtype: torch.dtype) -> Tenso
             "must write each element of keys and values exactly once, at the same position for every head"
         )
     offsets = order.argsort().to(torch.int32).view(block_size, width)
-    page = torch.arange(block_size * width, dtype=torch.int32).view(1, 1, block_size, width)
+    page = torch.arange(block_size * width, dtype=torch.int32, device=like.device).view(1, 1, block_size, width)
     if torch.equal(offsets, torch.cat(strided_pages(page), dim=-1)[0, :, 0]):
         return None
     return _known.setdefault((block_size, width, offsets.numpy().tobytes()), offsets)

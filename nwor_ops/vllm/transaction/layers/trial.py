@@ -26,7 +26,7 @@ class Rows:
     def plain(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return rows with magnitudes from 1 to 2. No quantization turns such a number into zero."""
         generator = torch.Generator().manual_seed(num_tokens)
-        key, value = (torch.rand((num_tokens, *shape), generator=generator) + 1 for shape in self.shapes)
+        key, value = (torch.rand((num_tokens, *shape), generator=generator, device="cpu") + 1 for shape in self.shapes)
         return key.to(self.device, self.dtype), value.to(self.device, self.dtype)
 
     def extreme(self, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -35,10 +35,11 @@ class Rows:
         parts = []
         for shape in self.shapes:
             size = (num_tokens, *shape)
-            rows = torch.randn(size, generator=generator) * 2.0 ** torch.randint(-24, 24, size, generator=generator)
+            exponents = torch.randint(-24, 24, size, generator=generator, device="cpu")
+            rows = torch.randn(size, generator=generator, device="cpu") * 2.0**exponents
             flat = rows.flatten()
             flat[: 6 * (len(flat) // 6)].view(-1, 6)[::7] = torch.tensor(
-                [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 448.0]
+                [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 448.0], device="cpu"
             )
             parts.append(rows.to(self.device, self.dtype))
         return parts[0], parts[1]
@@ -99,7 +100,7 @@ def writes_the_same(
     block_size = planes(like).planes[0].view.shape[1]
     num_tokens = 2 * block_size
     key, value = rows.extreme(num_tokens)
-    slots = torch.randperm(_BLOCKS * block_size, generator=torch.Generator().manual_seed(0))[:num_tokens]
+    slots = torch.randperm(_BLOCKS * block_size, generator=torch.Generator().manual_seed(0), device="cpu")[:num_tokens]
     slots[::5] = -1
     slots = slots.to(like.device)
     theirs, ours = _scratch(like), _scratch(like)
