@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from nwor_ops.cli.bench_client import Client, Run
 from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, as_dict, print_loads
 from nwor_ops.cli.check import stopping_if_refused
-from nwor_ops.cli.report import Report, Stopped, check_model, make_folder, versions
+from nwor_ops.cli.report import Report, Stopped, check_model, make_folder, silence_vllm, versions
 from nwor_ops.config import SWITCH, is_ours
 from nwor_ops.testing.server import STOP_SECONDS, Server, ServerFailed
 
@@ -186,14 +186,14 @@ def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
 def prepare(options: BenchOptions) -> Any:
     """Return vLLM's configuration, after the checks of ``nwor-ops check``. They need no server. Raises Stopped."""
     environment = dict(os.environ)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of this process; vLLM reads it when it is imported
+    silence_vllm()
     from nwor_ops.vllm import check
 
     for name in filter(is_ours, environment):
         del os.environ[name]
     os.environ.update(options.settings(OURS))
     try:
-        with stopping_if_refused():
+        with stopping_if_refused(options.arguments[0]):
             config = check.configure(options.arguments)
             predictions = check.look(options.arguments).predictions
     finally:

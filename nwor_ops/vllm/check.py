@@ -8,6 +8,7 @@ This module imports vLLM inside functions, because a command sets vLLM's variabl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,15 @@ _AT_START = {
     ),
     RECURRENT: ("every recurrent layer must have the known class",),
     DRAFT_VOCABULARY: ("the class of the drafter and its output head",),
+}
+
+
+# The switches that can make an engine faster. The modes of the transaction are for those who read the cache.
+_ROWS = 32768
+SWITCHES = {
+    RECURRENT: "VLLM_NWOR_RECURRENT=1",
+    DRAFT_GRAPHS: "VLLM_NWOR_DRAFT_GRAPHS=1",
+    DRAFT_VOCABULARY: f"VLLM_NWOR_DRAFT_VOCABULARY={_ROWS}",
 }
 
 
@@ -86,6 +96,13 @@ class Preview:
         """The features that are switched on and will be refused."""
         return tuple(prediction for prediction in self.predictions if prediction.switched_on and not prediction.runs)
 
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """The switches that may make this engine faster: of features that would run and have something to do."""
+        runs = {prediction.feature for prediction in self.predictions if prediction.runs}
+        small = {DRAFT_VOCABULARY} if self.engine["vocabulary"] <= _ROWS else set()
+        return tuple(switch for feature, switch in SWITCHES.items() if feature in runs - small)
+
 
 # ---------------------------------------------------------------- the configuration
 
@@ -133,8 +150,10 @@ def configuration(engine_arguments: Any) -> Any:
 
 def _first_sentence(error: Exception) -> str:
     """Return the message of an error from vLLM, without the input and the link that pydantic adds."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    kept = [line for line in lines if line and not line.startswith("For further information")]
+    lines = [line.strip().removeprefix("Value error, ") for line in str(error).splitlines()]
+    kept = [
+        line for line in lines if line and not re.match(r"For further information|\d+ validation errors? for ", line)
+    ]
     return " ".join(kept).partition(" [type=")[0] or type(error).__name__
 
 
@@ -166,6 +185,8 @@ def look(arguments: Sequence[str]) -> Preview:
         "runner": "V2" if vllm_config.use_v2_model_runner else "V1",
         "model": vllm_config.model_config.model,
         "architecture": vllm_config.model_config.architecture,
+        "hybrid": vllm_config.model_config.is_hybrid,
+        "vocabulary": vllm_config.model_config.get_vocab_size(),
         "method": None if speculation is None else speculation.method,
         "num_speculative_tokens": None if speculation is None else speculation.num_speculative_tokens,
         "on_unsupported": settings.on_unsupported,

@@ -273,7 +273,8 @@ def version_problem(use: str = TRANSACTION) -> str | None:
 
 def check_vllm(hooks: Iterable[Hook], use: str = TRANSACTION) -> None:
     """Check the version of vLLM, and that each hook exists with the expected parameters."""
-    problems = [version_problem(use), *(hook.problem() for hook in hooks)]
+    problem = version_problem(use)
+    problems = [problem] if problem else [hook.problem() for hook in hooks]
     if any(problems):
         raise Unsupported.join((problem, "") for problem in problems if problem)
 

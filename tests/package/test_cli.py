@@ -178,6 +178,7 @@ def test_doctor_finds_changed_vllm(monkeypatch, capsys):
         (("demo", "--output", "DANGLING"), "--output: no file can be created in DANGLING: File exists"),
         (("check",), "Missing argument"),
         (("check", "--", "./none"), "nwor-ops check: MODEL: there is no folder ./none"),
+        (("check", "--", "models/none/here"), "nwor-ops check: MODEL: there is no folder models/none/here"),
         (("check", "MODEL", "--max-model-len", "8"), "No such option: --max-model-len"),
         (("verify", "--minutes", "-1"), "'--minutes'"),
         (("verify", "--minutes", "inf"), "'--minutes'"),

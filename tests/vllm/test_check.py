@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from engines import NGRAM, Engines, model_folder, prompts
 from nwor_ops.cli.check import Outcome, as_dict, outcome_of, print_preview
 from nwor_ops.cli.report import Report
 from nwor_ops.cli.verify_engine import SMALL_ENGINE, hides_states_of_vanilla
-from nwor_ops.vllm.check import Prediction, Preview, Reason, configure, look
+from nwor_ops.vllm.check import FEATURES, Prediction, Preview, Reason, configure, look
 from nwor_ops.vllm.support.refusals import REFUSALS
 
 # The arguments of vllm serve for the engines of these tests.
@@ -107,6 +108,22 @@ def check_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [(None, "[Errno 2] No such file or directory: "), ("port: [1", "while parsing a flow sequence in ")],
+    ids=["missing", "invalid"],
+)
+def test_bad_config_file_prints_one_line(text: str | None, error: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "config.yaml"
+    if text is not None:
+        file.write_text(text)
+    done = check_command("--", model_folder(), "--config", str(file))
+    assert (done.returncode, done.stdout) == (Outcome.ENGINE, "")
+    [_, line] = done.stderr.splitlines()
+    assert line.startswith(f"nwor-ops check: vLLM refuses these arguments: {error}")
+    assert str(file) in line
+
+
 def test_unknown_argument_prints_no_traceback() -> None:
     """test_cli.py has the mistakes that are found before vLLM is imported."""
     done = check_command("--", "/tmp", "--no-such-option")
@@ -116,20 +133,38 @@ def test_unknown_argument_prints_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_json_names_what_vllm_refuses() -> None:
+def test_missing_model_is_named_as_json() -> None:
     done = check_command("--json", "--", "nobody/no-model", *SPECULATION)
     found = json.loads(done.stdout)
     assert (done.returncode, found["exit_code"]) == (4, 4), done.stderr
-    assert found["error"].startswith("vLLM refuses these arguments: ")
+    missing = "there is no folder nobody/no-model, and vLLM could not load a model of this name: "
+    assert found["error"].startswith(missing)
     assert f"nwor-ops check: {found['error']}" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def printed(capsys: pytest.CaptureFixture[str], *predictions: Prediction, on_unsupported: str = "error") -> str:
+def printed(capsys: pytest.CaptureFixture[str], *predictions: Prediction, **changes: Any) -> str:
     engine = {"vllm": "0.33.0", "device": "cuda", "runner": "V2", "model": "m", "architecture": "LlamaForCausalLM",
-              "method": "ngram", "num_speculative_tokens": 4, "on_unsupported": on_unsupported}  # fmt: skip
+              "hybrid": False, "vocabulary": 248320, "method": "ngram", "num_speculative_tokens": 4,
+              "on_unsupported": "error"} | changes  # fmt: skip
     print_preview(Preview(engine, predictions), Report("check"))
     return capsys.readouterr().out
+
+
+def test_switches_that_help_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = tuple(Prediction(feature, False, (Reason("x"),)) for feature in FEATURES[2:])
+    runs = tuple(Prediction(feature, False) for feature in FEATURES)
+    layers = "LlamaForCausalLM has no recurrent layers"
+    for predictions, changes, line in (
+        (refused, {}, f"nothing; ngram has no draft model, and {layers}"),
+        (refused, {"method": None}, f"nothing; it does not speculate, and {layers}"),
+        (refused, {"hybrid": True}, "nothing; the reasons are above"),
+        (refused, {"method": "eagle3"}, "nothing; the reasons are above"),
+        (runs, {}, "VLLM_NWOR_RECURRENT=1, VLLM_NWOR_DRAFT_GRAPHS=1, VLLM_NWOR_DRAFT_VOCABULARY=32768; nwor-ops bench"),
+        (runs[2:3] + runs[4:], {"vocabulary": 32768}, "VLLM_NWOR_DRAFT_GRAPHS=1; nwor-ops bench measures the gain"),
+        (runs[:2] + refused, {}, f"nothing; ngram has no draft model, and {layers}"),
+    ):  # fmt: skip
+        assert f"\nmay be faster with: {line}" in printed(capsys, *predictions, **changes)
 
 
 def test_last_line_says_whether_engine_starts(capsys: pytest.CaptureFixture[str]) -> None:

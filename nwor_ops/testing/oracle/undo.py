@@ -45,7 +45,7 @@ def to_fp8(numbers: Tensor, kv_cache_dtype: str) -> Tensor:
     values = fp8_values("fp8_e4m3" if kv_cache_dtype == "fp8" else kv_cache_dtype)
     midpoints = (values[1:] + values[:-1]) / 2
     magnitude = numbers.double().abs()
-    code = torch.searchsorted(midpoints, magnitude)  # on a midpoint: the code below it
+    code = torch.searchsorted(midpoints, magnitude.contiguous())  # on a midpoint: the code below it
     on_midpoint = magnitude == midpoints[code.clamp(max=len(midpoints) - 1)]
     code = code + (on_midpoint & (code % 2 == 1))
     code = code.clamp(max=len(values) - 1) + 0x80 * torch.signbit(numbers)
