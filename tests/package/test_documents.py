@@ -9,6 +9,7 @@ import importlib
 import pathlib
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from nwor_ops.config import ENVIRONMENT_PREFIX, NworConfig
 from nwor_ops.ops import registry
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.metrics.names import INFO, MEMORY, METRICS
+from nwor_ops.vllm.recurrent.plugin import RecurrentEngine
 from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -161,6 +163,15 @@ def test_every_line_of_the_log_has_an_entry() -> None:
     entries = set(re.findall(r"^\| `(nwor:[^`]*)` \| (\w+) \| \S", table, re.MULTILINE))
     assert len(logged) > 10
     assert logged ^ entries == set()
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/quick-start.md"])
+def test_first_log_line_is_that_of_the_code(document: str) -> None:
+    sizes = dict.fromkeys(("blocks_per_request", "blocks_before", "num_blocks", "max_model_len", "_record_bytes"), 1)
+    model = {"num_layers": 24, "states_before": 4, "_chunk": 0, "_page_bytes": 1} | sizes
+    logged = f"nwor: recurrent: active: {RecurrentEngine.describe(SimpleNamespace(**model))}"
+    [shown] = re.findall(r"^`(nwor: .*)`$", (ROOT / document).read_text(), re.MULTILINE)
+    assert re.fullmatch(".*".join(map(re.escape, shown.split("..."))), logged)
 
 
 def test_every_error_of_the_plugin_has_an_entry() -> None:

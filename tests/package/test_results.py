@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import sys
+from typing import Any
 
 import gpu_engines
 import gpu_tests
@@ -120,61 +121,90 @@ def test_documents_name_each_file() -> None:
     assert named == {file.name for file in FILES}
 
 
-def test_readme_has_draft_graph_figures() -> None:
-    """Output tok/s with a draft model, and the ratios."""
-    found = results.read("h200", "gpu_draft_model")
+OURS = {"recurrent": "`recurrent`", "vocabulary": "`draft_vocabulary`", "recurrent+vocabulary": "both"}
+LOADS = (1, 16, 64, 128)
+Entries = dict[str, dict[str, Any]]
+# Other rows of README's table: the file and the name of a ratio.
+OTHER_GAINS = {
+    "`draft_graphs` | vLLM's default, V2": ("h200", "gpu_draft_model", "e2e_draft_model"),
+    "`draft_graphs` | the same in V1, the best with a draft model": (
+        "h200", "gpu_draft_model", "e2e_draft_model_over_v1",
+    ),
+    "`transaction`, `cow` | the same engine without it": ("h100", "gpu_methods_eagle", "e2e_cow_eagle"),
+    "`transaction`, `stage` | the same engine without it": ("h100", "gpu_methods_eagle", "e2e_stage_eagle"),
+}  # fmt: skip
 
-    def line(name: str) -> list[str]:
-        return [f"{found[f'tok_s_{name}/{number}']['value']:,.0f}" for number in (1, 16, 64)]
 
-    def ratios(number: int) -> str:
-        return "; ".join(
-            f"{found[f'{name}/{number}']['value']:.2f}" for name in ("e2e_draft_model", "e2e_draft_model_over_v1")
-        )
+def hybrid_results(side: str) -> Entries:
+    """Return the figures of a side of the hybrid model: from the run of README's picture if that run has it."""
+    found = results.read("h200", "gpu_engine_hybrid")
+    if f"e2e/{side}/over/vanilla/1" in found or side != "recurrent":
+        return found
+    older = results.read("h200", "gpu_hybrid").items()
+    names = ((name.replace("e2e_recurrent/over_", "e2e/recurrent/over/"), entry) for name, entry in older)
+    names = ((re.sub(r"^(tok_s|running)_", r"\1/", name), entry) for name, entry in names)
+    return {re.sub(r"/default(?=/|$)", "/vanilla", name): entry for name, entry in names}
 
-    rows = [
-        ["`vllm serve` (V2 runner)", *line("draft_model_vanilla")],
-        ["`VLLM_USE_V2_MODEL_RUNNER=0 vllm serve`, the best that vanilla does", *line("draft_model_vanilla_v1")],
-        ["`VLLM_NWOR_DRAFT_GRAPHS=1 vllm serve`", *(f"**{speed}**" for speed in line("draft_model"))],
-        ["over the default; over the best", *(ratios(number) for number in (1, 16, 64))],
-    ]
-    readme = (ROOT / "README.md").read_text()
-    for row in rows:
-        assert f"| {' | '.join(row)} |" in readme
+
+def best_vanilla(found: Entries, side: str, load: int) -> str:
+    """Return the fastest rival without our features that has a ratio at this load."""
+    names = (re.fullmatch(rf"e2e/{re.escape(side)}/over/(.+)/{load}", name) for name in found)
+    rivals = [name[1] for name in names if name and not re.search(r"recurrent|chunk|vocabulary|graphs", name[1])]
+    return max(rivals, key=lambda rival: found[f"tok_s/{rival}/{load}"]["value"], default="vanilla")
+
+
+def cell(found: Entries, name: str, *sides: str) -> str:
+    """Return a ratio with its quartiles, as README has it; with a star if a side did not run all requests at once."""
+    if name not in found:
+        return "not measured"
+    low, high = found[name]["spread"]
+    value = "no difference" if low <= 1 <= high else f"{found[name]['value']:.2f}"
+    load = int(name.rsplit("/", 1)[1])
+    running = (found.get(f"running/{side}/{load}", {"value": load})["value"] for side in sides)
+    return f"{value} [{low:.2f}, {high:.2f}]" + " *" * (min(running, default=load) < load)
+
+
+def gains() -> list[str]:
+    """Return the rows of README's table."""
+    rows = []
+    for side, label in OURS.items():
+        found = hybrid_results(side)
+        default = [cell(found, f"e2e/{side}/over/vanilla/{load}", side, "vanilla") for load in LOADS]
+        rivals = {load: best_vanilla(found, side, load) for load in LOADS}
+        best = [cell(found, f"e2e/{side}/over/{rival}/{load}", side, rival) for load, rival in rivals.items()]
+        if set(default) == set(best) == {"not measured"}:
+            rows.append([label, "any", *default])
+            continue
+        rows += [[label, "vLLM's default", *default], [label, "the best vanilla", *best]]
+    for name, (machine, file, ratio) in OTHER_GAINS.items():
+        rows.append([name, *(cell(results.read(machine, file), f"{ratio}/{load}") for load in LOADS)])
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def test_readme_has_the_gains() -> None:
+    section = (ROOT / "README.md").read_text().partition("## Measured gains")[2].partition("\n## ")[0]
+    assert re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:] == gains()
+
+
+def test_cell_says_what_was_measured() -> None:
+    def entry(value: float, *spread: float) -> dict[str, Any]:
+        return {"value": value, "spread": spread}
+
+    found = {
+        "e2e/recurrent/over/vanilla/16": entry(1.126, 1.1, 1.2),
+        "e2e/recurrent/over/fp8_head/16": entry(1.0, 0.99, 1.1),
+        "e2e/recurrent/over/vocabulary/16": entry(1.5, 1.4, 1.6),
+        "tok_s/vanilla/16": entry(10.0), "tok_s/fp8_head/16": entry(20.0), "tok_s/vocabulary/16": entry(30.0),
+        "running/vanilla/16": entry(15.0),
+    }  # fmt: skip
+    assert best_vanilla(found, "recurrent", 16) == "fp8_head"
+    assert cell(found, "e2e/recurrent/over/fp8_head/16", "fp8_head") == "no difference [0.99, 1.10]"
+    assert cell(found, "e2e/recurrent/over/vanilla/16", "vanilla") == "1.13 [1.10, 1.20] *"
+    assert cell(found, "e2e/recurrent/over/vanilla/64") == "not measured"
 
 
 def numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
-
-
-def test_readme_has_recurrent_speeds() -> None:
-    found = results.read("h200", "gpu_hybrid")
-    readme = (ROOT / "README.md").read_text()
-    sides = {"`vllm serve`": "default", "`VLLM_NWOR_RECURRENT=1 vllm serve`": "recurrent_beside_default"}
-    for command, side in sides.items():
-        speeds = [found[f"tok_s_{side}/{number}"]["value"] for number in (1, 16, 64, 128, 384)]
-        [row] = re.findall(rf"^\| {re.escape(command)} \| (.*) \|$", readme, re.MULTILINE)
-        assert [numbers(cell)[0] for cell in row.split("|")] == pytest.approx(speeds, abs=0.501)
-
-
-HYBRID_RATIOS = {  # the sides of a row in README: the file and the vanilla variant of its ratios
-    "default | default": ("gpu_hybrid", "default"),
-    "default | bfloat16 states": ("gpu_hybrid", "bfloat16"),
-    "bfloat16 states | bfloat16 states": ("gpu_hybrid_bfloat16", "bfloat16"),
-    "bfloat16 states, chunk form | bfloat16 states": ("gpu_hybrid_bfloat16_chunk", "bfloat16"),
-    "no drafts, chunk form | no drafts": ("gpu_hybrid_without_drafts_chunk", "drafts_0"),
-}
-
-
-@pytest.mark.parametrize("sides", HYBRID_RATIOS)
-def test_readme_has_recurrent_ratios(sides: str) -> None:
-    file, vanilla = HYBRID_RATIOS[sides]
-    found = results.read("h200", file)
-    names = [f"e2e_recurrent/over_{vanilla}/{number}" for number in (1, 16, 64, 128, 384)]
-    [row] = re.findall(rf"^\| {re.escape(sides)} \|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert [cell.strip() for cell in row.split("|")] == [
-        f"{found[name]['value']:.2f}" if name in found else "" for name in names
-    ]
 
 
 # Numbers with a decimal point or with thousands separators.
