@@ -14,7 +14,7 @@ AUDITED = (
     "drafted",
     "accepted",
     "rejected",
-    "rows_checked",
+    "bytes_compared",
     "stale_rows",
     "exposed_rows",
     "recurrent_bytes",

@@ -1,10 +1,11 @@
-"""Audit of the KV cache: compare the whole cache, byte for byte, after each step with drafts.
+"""Audit of the KV cache: compare it, byte for byte, after each step with drafts.
 
-With vLLM's V1 runner, every step is compared. The expected bytes come from vLLM itself. The layer's original writer
-writes this step's keys and values into a copy of the cache from before the step, at the slots of prompt, target and
-accepted tokens only. The audit therefore shares no code with what it checks. It neither calls our kernels nor uses our
-decision which drafts were rejected; it counts vLLM's sampled tokens on the host. For a hybrid model, only the recurrent
-states that the step may change are left out (:mod:`nwor_ops.vllm.audit.recurrent_groups`).
+A step is compared in the pages that it writes and in a part of the rest (:mod:`nwor_ops.vllm.audit.watch`). The
+expected bytes come from vLLM itself. The layer's original writer writes this step's keys and values into a copy of the
+cache from before the step, at the slots of prompt, target and accepted tokens only. The audit therefore shares no code
+with what it checks. It neither calls our kernels nor uses our decision which drafts were rejected; it counts vLLM's
+sampled tokens on the host. For a hybrid model, only the recurrent states that the step may change are left out
+(:mod:`nwor_ops.vllm.audit.recurrent_groups`).
 
 The rows that a step writes are recorded on the device, by a copy at each write site into buffers with fixed addresses.
 A CUDA graph captures these copies, so a replay is audited like an eager step.
@@ -12,7 +13,7 @@ A CUDA graph captures these copies, so a replay is audited like an eager step.
 On a pipeline rank that does not sample, other steps run before a window is settled. The audit therefore has two
 images: the settled rows, and the same with the drafts of deferred windows. The cache must hold the second one at the
 end of each forward, after a window is settled, and after the drafts of a request that ended are undone. Elsewhere both
-are one.
+are one. On such a rank every step is compared whole.
 
 Mode ``"stage"`` is a subclass that supplies the expected image and more moments of comparison.
 """
@@ -26,34 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.kv_cache import Plane
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
+from nwor_ops.vllm.audit.watch import REST_BYTES, Pages, WatchedStorage, bytes_of
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.layers.target import TargetLayer, elements, positions, same_place
 
 FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
 
-# Caches of several layers may lie in one storage, and even share bytes. So an image copies a storage, and a mask has a
-# byte for each of its bytes.
+# Caches of several layers may lie in one storage, and even share bytes. So an image copies a storage.
 Images = dict[int, torch.UntypedStorage]  # by the address of the storage that each of them copies
 # By layer: key, value, slot of each token (-1: not written), and the further arguments of the layer's writer.
 Records = dict[str, tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]]
-
-
-def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a storage as a uint8 tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def unmarked(storage: torch.UntypedStorage) -> Tensor:
-    """Return a mask of zeros, uint8, with one byte for each byte of a storage."""
-    return torch.zeros(storage.nbytes(), dtype=torch.uint8, device=storage.device)
-
-
-def pages(mask: Tensor, plane: Plane) -> Tensor:
-    """Return a mask with the shape and strides of a plane, as integers."""
-    view = plane.view
-    return elements(mask, plane).as_strided(view.shape, view.stride(), int(view.storage_offset()))
 
 
 class AuditError(AssertionError):
@@ -69,7 +53,7 @@ class AuditSummary:
     drafted: int = 0  # draft tokens
     accepted: int = 0
     rejected: int = 0
-    rows_checked: int = 0  # slots compared, in all layers
+    bytes_compared: int = 0  # in all storages, once per step
     recurrent_bytes: int = 0  # bytes of recurrent states that were left out, in all groups
     stale_rows: int = 0  # slots of rejected drafts whose bytes differed after the step
     stale_rows_at_end: int = 0  # slots that still hold the row of a rejected draft
@@ -93,12 +77,12 @@ class _Recorder:
 
 @dataclass
 class AuditedStep:
-    """The data of a step. ``touched`` has a mask of the bytes that the forward changed, by storage."""
+    """The data of a step. ``touched`` has the slots of drafts that the forward changed, by group."""
 
     query_start_loc: list[int]
     num_draft_tokens: list[int]
     slot_mappings: dict[str, Tensor]
-    touched: dict[int, Tensor] = field(default_factory=dict)
+    touched: dict[str, set[int]] = field(default_factory=dict)
 
     def drafts(self, request: int) -> range:
         """Return the draft tokens of a request."""
@@ -135,6 +119,7 @@ class CacheAudit(StepListener):
             blocks of requests in the batch are compared. If a block of all layers is one page, everything in that page
             is compared.
         recurrent: the groups of recurrent layers of a hybrid model, which do not belong to the transaction.
+        rest_bytes: how much each step compares besides the pages that it may write.
     """
 
     def __init__(
@@ -143,21 +128,30 @@ class CacheAudit(StepListener):
         max_num_tokens: int,
         others_write: bool = False,
         recurrent: Sequence[RecurrentGroup] = (),
+        rest_bytes: int = REST_BYTES,
     ) -> None:
         self.others_write = others_write
         self._layers = {layer.name: layer for layer in layers}
-        self._storages = {storage.data_ptr(): storage for storage in (la.kv_cache.untyped_storage() for la in layers)}
+        self._layers_in: dict[int, list[TargetLayer]] = {}
+        for layer in layers:
+            self._layers_in.setdefault(layer.kv_cache.untyped_storage().data_ptr(), []).append(layer)
+        self._storages = {address: own[0].kv_cache.untyped_storage() for address, own in self._layers_in.items()}
+        share = rest_bytes // max(1, len(self._storages))
+        self._watched = {address: WatchedStorage(storage, share) for address, storage in self._storages.items()}
         self._recurrent = recurrent
         self._max_num_tokens = max_num_tokens
         self._recorders: dict[str, _Recorder] = {}
         self._step: AuditedStep | None = None
-        self._settled: Images = {}  # the expected cache, without the drafts of deferred windows
-        self._now: Images = {}  # the expected cache
+        # Only watched bytes of an image are valid.
+        self._settled = self._new_images()  # the expected cache, without the drafts of deferred windows
+        self._now = self._settled  # the expected cache
+        self._with_drafts: Images = {}  # the memory of `_now` while a window is deferred
         # By handle, in the order of steps: the windows without an outcome, with the records of their drafts.
         self._deferred: dict[Any, tuple[AuditedStep, Records]] = {}
-        self._loading: Images = {}  # the cache before a load
+        self._loading: dict[int, Tensor] = {}  # the watched bytes before a load
         self._left_out: dict[int, Tensor] = {}  # mask of the bytes that others may change in this step
-        self._shadows: dict[int, Tensor] = {}  # mask of the shadow pages
+        self._marks: dict[int, Tensor] = {}  # a byte for each byte of a storage, zero outside of `_leave_out`
+        self._shadows: dict[int, Tensor] = {}  # 1 for each byte of the shadow pages
         self._totals = AuditSummary()
         self._block_sizes = {layer.group: layer.cache.planes[0].view.shape[1] for layer in layers}
         slots = {layer.group: layer.cache.num_slots for layer in layers}
@@ -179,40 +173,52 @@ class CacheAudit(StepListener):
         starts = [int(start) for start in query_start_loc]
         slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
         self._step = step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots)
-        present = self._copies()
-        if self._deferred:
-            for address, image in present.items():
-                changed = bytes_of(image) != bytes_of(self._now[address])
-                bytes_of(self._settled[address])[changed] = bytes_of(image)[changed]
-        else:
-            self._settled = present
-        self._now = present
-        self._forget_zeroed_blocks()
-        self._left_out = self._recurrent_states() if self._recurrent else {}
-        for address, mask in self._shadows.items():
-            self._leave_out(address, mask != 0)
+        recurrent = [group.blocks() for group in self._recurrent]
+        written = {group: (own[own >= 0] // self._block_sizes[group]).unique() for group, own in slots.items()}
+        owned = None
         if self.others_write and block_tables is not None and seq_lens is not None:
-            lens = seq_lens[: len(step.query_start_loc) - 1].tolist()
+            lens = seq_lens[: len(starts) - 1].tolist()
             owned = {group: self._blocks(group, table, lens) for group, table in block_tables.items()}
-            for address in self._storages:
-                self._leave_out(address, ~self._bytes_of_pages(address, owned))
+        self._left_out = {}
+        for address, watched in self._watched.items():
+            watched.watch(self._pages(address, owned or written, recurrent))
+            if self._deferred:
+                before, present = watched.read(self._now[address]), watched.read()
+                settled = watched.read(self._settled[address])
+                watched.write(self._settled[address], torch.where(before != present, present, settled))
+                watched.write(self._now[address], present)
+            else:
+                watched.write(self._settled[address], watched.read())
+            if address in self._shadows:
+                self._leave_out(address, self._shadows[address])
+            if self._recurrent:
+                self._leave_out_states(address, recurrent)
+            if owned is not None:
+                self._leave_out(address, self._pages_not_in(address, owned))
+        if not self._deferred:
+            self._now = self._settled
+        self._forget_zeroed_blocks(owned or written)
+        for group, states in self._states.items() if recurrent else ():  # these blocks hold no rows of tokens
+            states.view(-1, self._block_sizes[group])[sorted(set().union(*recurrent))] = FREE
 
     def loading(self) -> None:
         """Copy the cache before a KV connector loads rows or waits for them."""
-        self._loading = self._copies() if self._step is not None else {}
+        open_step = self._step is not None
+        self._loading = {address: watched.read().clone() for address, watched in self._watched.items() if open_step}
 
     def loaded(self) -> None:
         """Expect the bytes that changed since :meth:`loading`, except in slots of drafts, which are never loaded."""
-        step, images = self._step, self._loading
+        step, before = self._step, self._loading
         self._loading = {}
         if step is None:
             return
         drafts = {group: step.slots_of(group, step.draft_tokens) for group in step.slot_mappings}
-        for address, image in images.items():
-            present = bytes_of(self._storages[address])
-            changed = present != bytes_of(image)
+        for address, values in before.items():
+            watched = self._watched[address]
+            present, settled = watched.read(), watched.read(self._settled[address])
+            changed = present != values
             self._take_slots(address, changed, drafts)
-            bytes_of(self._settled[address])[changed] = present[changed]
+            watched.write(self._settled[address], torch.where(changed, present, settled))
 
     def record(
         self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
@@ -229,10 +235,12 @@ class CacheAudit(StepListener):
         recorder.rest = rest
 
     def forwarded(self, moment: str) -> None:
-        """Note which bytes the forward changed. Called after the forward and again before sampling."""
-        if self._step is not None:
-            for address, storage in self._storages.items():
-                self._step.touched[address] = bytes_of(storage) != bytes_of(self._settled[address])
+        """Note which drafts the forward wrote. Called after the forward and again before sampling."""
+        step = self._step
+        if step is not None:
+            for group in step.slot_mappings:
+                slots = step.slots_of(group, step.draft_tokens)
+                step.touched[group] = self._changed_slots(group, slots, self._storages, self._settled)
 
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """Compare the cache after the step."""
@@ -241,7 +249,7 @@ class CacheAudit(StepListener):
             return
         rejected = self._rejected_tokens(step, None if num_sampled is None else num_sampled())
         slots = {group: step.slots_of(group, rejected) for group in step.slot_mappings}
-        self._count_exposed(step.touched, slots)
+        self._totals.exposed_rows += sum(len(step.touched[group].intersection(slots[group])) for group in step.touched)
         self._expect(step, self._settled, rejected)
         stale = self._compare_now(step, rejected=slots, undone=undone)
         self._count_step(step)
@@ -349,7 +357,9 @@ class CacheAudit(StepListener):
         """Compare the cache with the settled rows and the drafts of deferred windows; see :meth:`_compare`."""
         self._now = self._settled
         if self._deferred:
-            self._now = {address: image.clone() for address, image in self._settled.items()}
+            self._with_drafts = self._with_drafts or self._new_images()
+            self._now = self._with_drafts
+            self._copy_images(self._settled, self._now)
             for _, records in self._deferred.values():
                 self._write(self._now, records)
         return self._compare(step, self._now, moment, **options)
@@ -376,8 +386,10 @@ class CacheAudit(StepListener):
         """
         rejected = rejected or {}
         stale: dict[str, set[int]] = {group: set() for group in rejected}
-        for address, storage in self._storages.items():
-            wrong = bytes_of(storage) != bytes_of(images[address])
+        for address, watched in self._watched.items():
+            wrong = watched.differences(images[address])
+            if wrong is None:
+                continue
             if (left_out := self._left_out.get(address)) is not None:
                 wrong &= ~left_out
             if not wrong.any():
@@ -391,41 +403,41 @@ class CacheAudit(StepListener):
     def _take_slots(self, address: int, mask: Tensor, slots: Mapping[str, list[int]]) -> dict[str, set[int]]:
         """Clear the bytes of some slots in a mask of a storage, and return the slots that had a byte, by group."""
         marked: dict[str, set[int]] = {group: set() for group in slots}
-        for layer in self._layers_in(address):
-            if layer.group in slots:
-                marked[layer.group] |= self._marked_slots(layer, mask, slots[layer.group])
-        for layer in self._layers_in(address):
-            for plane in layer.cache.planes if slots.get(layer.group) else ():
-                numbers = torch.tensor(slots[layer.group], device="cpu")
-                elements(mask, plane)[positions(plane, numbers)] = 0
+        layers = [layer for layer in self._layers_in[address] if slots.get(layer.group)]
+        for layer in layers:
+            marked[layer.group] |= self._marked_slots(layer, address, mask, slots[layer.group])
+        for layer in layers:
+            for plane in layer.cache.planes:
+                self._watched[address].clear_rows(mask, plane, slots[layer.group])
         return marked
 
-    def _marked_slots(self, layer: TargetLayer, mask: Tensor, slots: Sequence[int]) -> set[int]:
+    def _marked_slots(self, layer: TargetLayer, address: int, mask: Tensor, slots: Sequence[int]) -> set[int]:
         """Return the slots of a layer that have a byte in a mask of its storage."""
-        if not slots:
-            return set()
-        numbers = torch.tensor(slots, device="cpu")
-        planes = layer.cache.planes
-        parts = [(elements(mask, plane)[positions(plane, numbers)] != 0).flatten(1).any(1) for plane in planes]
-        return set(numbers[torch.stack(parts).any(0).cpu()].tolist())
+        values = [self._watched[address].row_values(mask, plane, slots) for plane in layer.cache.planes]
+        return set(torch.tensor(slots, device="cpu")[torch.stack(values).any(0).cpu()].tolist())
+
+    def _changed_slots(self, group: str, slots: Sequence[int], some: Images, others: Images) -> set[int]:
+        """Return the slots of a group whose rows differ between two images."""
+        numbers = torch.tensor(slots, dtype=torch.int64, device="cpu")
+        differ = torch.zeros(len(slots), dtype=torch.bool, device="cpu")
+        for layer in self._layers_of(group):
+            address = layer.kv_cache.untyped_storage().data_ptr()
+            for plane in layer.cache.planes:
+                place = positions(plane, numbers)
+                rows, expected = (elements(images[address], plane)[place] for images in (some, others))
+                differ |= (rows != expected).flatten(1).any(1).cpu()
+        return set(numbers[differ].tolist())
 
     def _count_step(self, step: AuditedStep) -> None:
         self._totals.steps += 1
         self._totals.verify_steps += any(step.num_draft_tokens)
-        self._totals.rows_checked += sum(layer.cache.num_slots for layer in self._layers.values())
-
-    def _count_exposed(self, touched: Mapping[int, Tensor], slots: Mapping[str, list[int]]) -> None:
-        """Count the slots of rejected drafts that have a byte in these masks."""
-        exposed: dict[str, set[int]] = {group: set() for group in slots}
-        for address, mask in touched.items():
-            for layer in self._layers_in(address):
-                exposed[layer.group] |= self._marked_slots(layer, mask, slots[layer.group])
-        self._totals.exposed_rows += sum(map(len, exposed.values()))
+        self._totals.bytes_compared += sum(watched.num_bytes for watched in self._watched.values())
 
     def _count_visible(self, step: AuditedStep, tokens: Sequence[int]) -> None:
         """Count the rows of deferred drafts that were in a page of a request until now, and do not stay there."""
-        masks = {address: bytes_of(image) != bytes_of(self._settled[address]) for address, image in self._now.items()}
-        self._count_exposed(masks, {group: step.slots_of(group, tokens) for group in step.slot_mappings})
+        for group in step.slot_mappings:
+            slots = step.slots_of(group, tokens)
+            self._totals.exposed_rows += len(self._changed_slots(group, slots, self._now, self._settled))
 
     def _complaint(
         self, step: AuditedStep, address: int, wrong: Tensor, stale: Mapping[str, set[int]], moment: str
@@ -437,13 +449,13 @@ class CacheAudit(StepListener):
                 text += f" rejected drafts of group {group} left their rows in slots {tokens};"
         if wrong.any():
             text += f" {int(wrong.sum())} bytes differ from the expected ones"
-            for layer in self._layers_in(address):
+            for layer in self._layers_in[address]:
                 own = step.slot_mappings[layer.group]
-                if slots := self._marked_slots(layer, wrong, own[own >= 0].tolist()):
+                if slots := self._marked_slots(layer, address, wrong, own[own >= 0].tolist()):
                     text += f", in layer {layer.name} slots {listed(sorted(slots), own)}"
-            view = self._layers_in(address)[0].cache.planes[0].view
+            view = self._layers_in[address][0].cache.planes[0].view
             size = view.stride(0) * view.element_size()
-            offsets = wrong.nonzero().flatten() - int(view.storage_offset()) * view.element_size()
+            offsets = self._watched[address].offsets(wrong) - int(view.storage_offset()) * view.element_size()
             blocks, within = (offsets // size).unique().tolist(), offsets % size
             text += (
                 f", in blocks {blocks[:8]}{' and others' if len(blocks) > 8 else ''}, bytes {int(within.min())} to "
@@ -451,25 +463,16 @@ class CacheAudit(StepListener):
             )
         return text + f" query_start_loc {step.query_start_loc}, drafts {step.num_draft_tokens}"
 
-    # ------------------------------------------------------------ bytes that are not compared
+    # ------------------------------------------------------------ bytes that are compared, and those that are not
 
-    def _leave_out(self, address: int, mask: Tensor) -> None:
-        """Do not compare these bytes of a storage in this step, besides those that are left out already."""
-        known = self._left_out.get(address)
-        self._left_out[address] = mask if known is None else known | mask
-
-    def _recurrent_states(self) -> dict[int, Tensor]:
-        """Return masks of the recurrent states that this step may change. Their blocks hold no rows of tokens."""
-        blocks = [group.blocks() for group in self._recurrent]
-        for group, states in self._states.items():
-            states.view(-1, self._block_sizes[group])[sorted(set().union(*blocks))] = FREE
-        masks = {}
-        for address, storage in self._storages.items():
-            marked = unmarked(storage)
-            for of_states, own in zip(self._recurrent, blocks, strict=True):
-                self._totals.recurrent_bytes += of_states.mark(own, marked, address)
-            masks[address] = marked != 0
-        return masks
+    def _pages(
+        self, address: int, blocks: Mapping[str, Tensor], recurrent: Sequence[set[int]] = ()
+    ) -> Iterable[Pages]:
+        """Return the pages in a storage of these blocks by group, and of these blocks of states."""
+        for layer in self._layers_in[address]:
+            yield from (Pages(plane.view, blocks[layer.group]) for plane in layer.cache.planes)
+        for group, own in zip(self._recurrent, recurrent, strict=False):
+            yield from group.pages(own, address)
 
     def _blocks(self, group: str, table: Tensor, seq_lens: list[int]) -> Tensor:
         """Return the blocks of the requests in a block table, by their lengths."""
@@ -477,31 +480,49 @@ class CacheAudit(StepListener):
         size = self._block_sizes[group]
         return torch.cat([row[: -(-length // size)] for row, length in zip(rows, seq_lens, strict=True)]).long()
 
-    def _bytes_of_pages(self, address: int, blocks: Mapping[str, Tensor]) -> Tensor:
-        """Return a mask of the bytes of a storage that lie in blocks of its layers, by group. If a block of all layers
-        is one page, all bytes of that page are included."""
-        marked = unmarked(self._storages[address])
-        for layer in self._layers_in(address):
-            for plane in layer.cache.planes:
-                pages(marked, plane)[blocks[layer.group]] = -1
-            view = layer.cache.planes[0].view
-            if view.shape[0] * view.stride(0) * view.element_size() == marked.numel():
-                marked.view(view.shape[0], -1)[blocks[layer.group]] = 1
-        return marked != 0
+    def _leave_out(self, address: int, marks: Tensor) -> None:
+        """Do not compare the marked bytes of a storage in this step, besides those that are left out already."""
+        mask, known = self._watched[address].read(marks.untyped_storage()) != 0, self._left_out.get(address)
+        self._left_out[address] = mask if known is None else known | mask
 
-    def _forget_zeroed_blocks(self) -> None:
+    def _leave_out_states(self, address: int, blocks: Sequence[set[int]]) -> None:
+        """Do not compare the recurrent states that this step may change."""
+        marks = self._cleared_marks(address)
+        for group, own in zip(self._recurrent, blocks, strict=True):
+            self._totals.recurrent_bytes += group.mark(own, marks, address)
+        self._leave_out(address, marks)
+
+    def _pages_not_in(self, address: int, blocks: Mapping[str, Tensor]) -> Tensor:
+        """Return marks of the watched bytes of a storage that lie in no block of a layer, by group."""
+        marks, watched = self._cleared_marks(address), self._watched[address]
+        watched.write(marks.untyped_storage(), torch.ones_like(watched.read()))
+        for pages in self._pages(address, blocks):
+            pages.mark(marks, 0)
+        return marks
+
+    def _cleared_marks(self, address: int) -> Tensor:
+        """Return marks of a storage. Those that this step watches are zero."""
+        watched, storage = self._watched[address], self._storages[address]
+        if address not in self._marks:
+            self._marks[address] = torch.zeros(storage.nbytes(), dtype=torch.uint8, device=storage.device)
+        watched.write(self._marks[address].untyped_storage(), torch.zeros_like(watched.read()))
+        return self._marks[address]
+
+    def _forget_zeroed_blocks(self, blocks: Mapping[str, Tensor]) -> None:
         """Mark zeroed blocks as FREE: vLLM zeroes a block before it gives it to a new request."""
         for layer in {layer.group: layer for layer in self._layers.values()}.values():
-            zeroed = (layer.kv_cache.reshape(layer.kv_cache.shape[0], -1) == 0).all(-1).cpu()
-            self._states[layer.group].view(-1, self._block_sizes[layer.group])[zeroed] = FREE
+            own = blocks[layer.group]
+            zeroed = (layer.kv_cache[own.to(layer.kv_cache.device)] == 0).flatten(1).all(-1).cpu()
+            self._states[layer.group].view(-1, self._block_sizes[layer.group])[own[zeroed]] = FREE
 
-    # ------------------------------------------------------------ storages
-
-    def _layers_in(self, address: int) -> list[TargetLayer]:
-        return [layer for layer in self._layers.values() if layer.kv_cache.untyped_storage().data_ptr() == address]
+    # ------------------------------------------------------------ images
 
     def _layers_of(self, group: str) -> Iterable[TargetLayer]:
         return (layer for layer in self._layers.values() if layer.group == group)
 
-    def _copies(self) -> Images:
-        return {address: storage.clone() for address, storage in self._storages.items()}
+    def _new_images(self) -> Images:
+        return {address: torch.empty_like(bytes_of(own)).untyped_storage() for address, own in self._storages.items()}
+
+    def _copy_images(self, source: Images, target: Images) -> None:
+        for address, watched in self._watched.items():
+            watched.write(target[address], watched.read(source[address]))

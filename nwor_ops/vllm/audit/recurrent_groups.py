@@ -11,7 +11,7 @@ excludes the states, and nothing else, in two kinds of blocks:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops.recurrent.cache import RecurrentCache
+from nwor_ops.vllm.audit.watch import Pages
 from nwor_ops.vllm.transaction.layers.target import same_place
 
 _NULL_BLOCK = 0
@@ -52,10 +53,18 @@ class RecurrentGroup:
         named = {block for computed, row in self.rows() for block in row[max(computed - 1, 0) // self.block_size :]}
         return named - {_NULL_BLOCK}
 
-    def mark(self, blocks: set[int], marked: Tensor, address: int) -> int:
+    def pages(self, blocks: set[int], address: int) -> Iterator[Pages]:
+        """Yield the pages of these blocks, and of block 0, in the storage with this address."""
+        numbers = torch.tensor([_NULL_BLOCK, *sorted(blocks)], device="cpu")
+        return (Pages(state, numbers) for state in self._states_in(address))
+
+    def mark(self, blocks: set[int], marks: Tensor, address: int) -> int:
         """Set the bytes of the states in these blocks, and in block 0, to 1. Return their number."""
-        numbers = torch.tensor([_NULL_BLOCK, *sorted(blocks)], device=marked.device)
-        states = [state for state in self.states if state.untyped_storage().data_ptr() == address]
+        numbers = torch.tensor([_NULL_BLOCK, *sorted(blocks)], device=marks.device)
+        states = self._states_in(address)
         for state in states:
-            same_place(state.view(torch.uint8), marked.untyped_storage())[numbers] = 1
+            same_place(state.view(torch.uint8), marks.untyped_storage())[numbers] = 1
         return len(numbers) * sum(state[0].numel() * state.element_size() for state in states)
+
+    def _states_in(self, address: int) -> list[Tensor]:
+        return [state for state in self.states if state.untyped_storage().data_ptr() == address]

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nwor_ops.vllm.audit.cache import SHADOW, AuditedStep, AuditError, CacheAudit, Images, listed, pages, unmarked
+from nwor_ops.vllm.audit.cache import SHADOW, AuditedStep, AuditError, CacheAudit, Images, listed
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
+from nwor_ops.vllm.audit.watch import REST_BYTES, bytes_of
 from nwor_ops.vllm.transaction.layers.target import TargetLayer, elements, positions
 
 
@@ -26,7 +27,7 @@ class StageAudit(CacheAudit):
     """Audit one model runner in mode ``"stage"``.
 
     Args:
-        layers, max_num_tokens, others_write, recurrent: as in :class:`CacheAudit`.
+        layers, max_num_tokens, others_write, recurrent, rest_bytes: as in :class:`CacheAudit`.
         shadow_blocks: the shadow pages of each group, as block numbers.
     """
 
@@ -37,17 +38,21 @@ class StageAudit(CacheAudit):
         shadow_blocks: Mapping[str, range],
         others_write: bool = False,
         recurrent: Sequence[RecurrentGroup] = (),
+        rest_bytes: int = REST_BYTES,
     ) -> None:
-        super().__init__(layers, max_num_tokens, others_write, recurrent)
+        super().__init__(layers, max_num_tokens, others_write, recurrent, rest_bytes)
         self._shadow_blocks = shadow_blocks
-        self._shadows = {address: unmarked(storage) for address, storage in self._storages.items()}
+        self._shadows = {address: torch.zeros_like(bytes_of(own)) for address, own in self._storages.items()}
         for layer in layers:
             for plane in layer.cache.planes:
-                mask = self._shadows[layer.kv_cache.untyped_storage().data_ptr()]
-                pages(mask, plane)[list(shadow_blocks[layer.group])] = -1
+                view, marks = plane.view, self._shadows[layer.kv_cache.untyped_storage().data_ptr()]
+                pages = elements(marks, plane).as_strided(view.shape, view.stride(), int(view.storage_offset()))
+                pages[list(shadow_blocks[layer.group])] = -1
         # The slot of each token of the open window, per group: in a shadow page if the token was redirected.
         self._redirected: dict[str, Tensor] = {}
-        self._forwarded: Images = {}  # the cache after the forward, if a layer's own writer was never called
+        self._before_commit = self._new_images()  # the expected cache before the window ends
+        # The rows at the redirected slots after the forward, by plane, of layers whose own writer was never called.
+        self._forwarded: dict[str, list[Tensor]] = {}
         self._cancelled = False  # whether the current step ended without sampling
 
     # ------------------------------------------------------------ events of the session
@@ -84,16 +89,16 @@ class StageAudit(CacheAudit):
             own, shadow = self._tails(step, group)
             for layer in self._layers_of(group):
                 self._compare_tails(step, moment, layer, own, shadow)
-        images = {address: image.clone() for address, image in self._settled.items()}
+        images = self._before_commit
+        self._copy_images(self._settled, images)
         moved = {group: self._redirected[group] != own for group, own in step.slot_mappings.items()}
         self._write(
             images, self._records(step), {group: mask.nonzero().flatten().tolist() for group, mask in moved.items()}
         )
-        unrecorded = self._unrecorded()
-        self._forwarded = self._copies() if unrecorded else {}
-        for layer in unrecorded:
-            own = step.slot_mappings[layer.group][~moved[layer.group]]
-            self._copy_rows(layer, self._forwarded, images, own, own)
+        for layer in (layer for name, layer in self._layers.items() if name not in self._recorders):
+            own = step.slot_mappings[layer.group].masked_fill(moved[layer.group], -1)
+            self._write_rows(layer, images, own, self._rows_of(layer, own))
+            self._forwarded[layer.name] = self._rows_of(layer, self._redirected[layer.group])
         self._totals.moments += 1
         self._compare(step, images, moment)
 
@@ -132,25 +137,24 @@ class StageAudit(CacheAudit):
                 views = [plane.view for plane in layer.cache.planes]
                 self._totals.committed_rows += rows
                 self._totals.committed_bytes += rows * sum(view[0, 0].numel() * view.element_size() for view in views)
-                if layer.name not in self._recorders and self._forwarded:
-                    self._copy_rows(layer, self._forwarded, image, shadow, own)
+                if layer.name in self._forwarded:
+                    self._write_rows(layer, image, own, self._forwarded[layer.name])
                 if self._cancelled:  # cancel copied what the shadow page held where the layer did not write
                     slots = own.clone()
                     if layer.name in self._recorders:
                         slots[self._recorders[layer.name].slot_mapping[: len(slots)].cpu() >= 0] = -1
-                    self._copy_rows(layer, self._storages, image, slots, slots)
+                    self._write_rows(layer, image, slots, self._rows_of(layer, slots))
 
-    def _unrecorded(self) -> list[TargetLayer]:
-        """Return the layers whose own writer was never called."""
-        return [layer for name, layer in self._layers.items() if name not in self._recorders]
+    def _rows_of(self, layer: TargetLayer, slots: Tensor) -> list[Tensor]:
+        """Return the rows of a layer at some slots, by plane. Those of negative slots are arbitrary."""
+        storage = layer.kv_cache.untyped_storage()
+        return [elements(storage, plane)[positions(plane, slots.clamp(min=0))] for plane in layer.cache.planes]
 
-    def _copy_rows(self, layer: TargetLayer, source: Images, target: Images, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows of a layer from one image to another. Negative targets are skipped."""
-        address = layer.kv_cache.untyped_storage().data_ptr()
-        kept = targets >= 0
-        for plane in layer.cache.planes:
-            rows = elements(source[address], plane)[positions(plane, sources[kept])]
-            elements(target[address], plane)[positions(plane, targets[kept])] = rows
+    def _write_rows(self, layer: TargetLayer, images: Images, slots: Tensor, rows: list[Tensor]) -> None:
+        """Write rows of a layer to an image. Those of negative slots are skipped."""
+        image, kept = images[layer.kv_cache.untyped_storage().data_ptr()], slots >= 0
+        for plane, values in zip(layer.cache.planes, rows, strict=True):
+            elements(image, plane)[positions(plane, slots[kept])] = values[kept.to(values.device)]
 
     def _tails(self, step: AuditedStep, group: str) -> tuple[Tensor, Tensor]:
         """Return the slots from the start of each redirected request's tail page to its first redirected token.

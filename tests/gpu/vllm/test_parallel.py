@@ -144,7 +144,7 @@ def _check_ranks(case: Case, result: dict[str, Any], record: dict[str, Any]) -> 
     for worker in workers:
         [session] = worker["sessions"]
         audit = session["audit"]
-        record |= {name: audit[name] for name in ("steps", *COUNTS, "rows_checked", "stale_rows")}
+        record |= {name: audit[name] for name in ("steps", *COUNTS, "bytes_compared", "stale_rows")}
         assert worker["runner"] == case.runner
         assert session["mode"] == case.nwor["mode"]
         check_audit(session)
