@@ -83,6 +83,48 @@ def test_drafter_before_commit_is_found() -> None:
         step.compare()
 
 
+# ---------------------------------------------------------------- caches that are not compared whole
+
+TILE, TILES = 4096, 32
+
+
+class LargeStep:
+    """Steps of one layer in a cache of 32 tiles, with a block per tile. Its token is in block 5."""
+
+    def __init__(self, rest_bytes: int) -> None:
+        self.cache = torch.ones(TILES, BLOCK_SIZE, HEADS, TILE // 32)
+        layer = TargetLayer("target", "0", self.cache, LayerCache.packed(self.cache), write_rows)
+        self.audit = CacheAudit([layer], 8, rest_bytes=rest_bytes)
+
+    def run(self, block: int | None) -> None:
+        """Run a step that spoils a byte of a block, which is not its own."""
+        slots = torch.tensor([5 * BLOCK_SIZE])
+        self.audit.begin([0, 1], [0], {"0": slots})
+        rows = torch.full((2, 1, HEADS, TILE // 64), 2.0)
+        self.audit.record("target", *rows, slots, 0, ())
+        write_rows(*rows, self.cache, slots)
+        if block is not None:
+            self.cache.view(torch.uint8)[block, 3, 1, 7] ^= 1
+        self.audit.commit(lambda: [1], undone=True)
+
+
+@pytest.mark.parametrize("block", range(TILES))
+def test_wrong_byte_elsewhere_is_found_in_turn(block: int) -> None:
+    """Each step compares the block that it writes, and the next three of the cache."""
+    step, turn = LargeStep(rest_bytes=3 * TILE), 0 if block == 5 else block // 3
+    for _ in range(turn):
+        step.run(block)
+    with pytest.raises(AuditError, match=rf"^nwor audit, step {turn}: 1 bytes differ .*, in blocks \[{block}\]"):
+        step.run(block)
+
+
+def test_steps_compare_few_tiles_of_large_cache() -> None:
+    step = LargeStep(rest_bytes=3 * TILE)
+    for _ in range(TILES):
+        step.run(None)
+    assert TILES * 3 * TILE < step.audit.summary()["bytes_compared"] <= TILES * 4 * TILE
+
+
 # ---------------------------------------------------------------- deferred windows
 
 MOMENTS = ["at the end of the forward", "when the window was settled"]

@@ -33,6 +33,7 @@ from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.layers.target import TargetLayer, elements, positions, same_place
 
 FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
+BEFORE_SAMPLING = "before sampling"
 
 # Caches of several layers may lie in one storage, and even share bytes. So an image copies a storage.
 Images = dict[int, torch.UntypedStorage]  # by the address of the storage that each of them copies
@@ -235,9 +236,9 @@ class CacheAudit(StepListener):
         recorder.rest = rest
 
     def forwarded(self, moment: str) -> None:
-        """Note which drafts the forward wrote. Called after the forward and again before sampling."""
+        """Note which drafts a page of a request holds before sampling."""
         step = self._step
-        if step is not None:
+        if step is not None and moment == BEFORE_SAMPLING:
             for group in step.slot_mappings:
                 slots = step.slots_of(group, step.draft_tokens)
                 step.touched[group] = self._changed_slots(group, slots, self._storages, self._settled)

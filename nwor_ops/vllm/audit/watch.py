@@ -17,7 +17,7 @@ from torch import Tensor
 from nwor_ops.kv_cache import Plane
 from nwor_ops.vllm.transaction.layers.target import elements, positions
 
-REST_BYTES = 32 << 20  # of the rest, in each step
+REST_BYTES = 16 << 20  # of the rest, in each step
 _LARGEST_TILE = 4096  # bytes
 
 
