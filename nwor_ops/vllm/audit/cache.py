@@ -173,7 +173,7 @@ class CacheAudit(StepListener):
             recorder.slot_mapping.fill_(-1)  # no layer has written in this step yet
         starts = [int(start) for start in query_start_loc]
         slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
-        self._step = step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots)
+        self._step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots)
         recurrent = [group.blocks() for group in self._recurrent]
         written = {group: (own[own >= 0] // self._block_sizes[group]).unique() for group, own in slots.items()}
         owned = None
@@ -466,9 +466,7 @@ class CacheAudit(StepListener):
 
     # ------------------------------------------------------------ bytes that are compared, and those that are not
 
-    def _pages(
-        self, address: int, blocks: Mapping[str, Tensor], recurrent: Sequence[set[int]] = ()
-    ) -> Iterable[Pages]:
+    def _pages(self, address: int, blocks: Mapping[str, Tensor], recurrent: Sequence[set[int]] = ()) -> Iterable[Pages]:
         """Return the pages in a storage of these blocks by group, and of these blocks of states."""
         for layer in self._layers_in[address]:
             yield from (Pages(plane.view, blocks[layer.group]) for plane in layer.cache.planes)

@@ -51,6 +51,7 @@ class StageAudit(CacheAudit):
         # The slot of each token of the open window, per group: in a shadow page if the token was redirected.
         self._redirected: dict[str, Tensor] = {}
         self._before_commit = self._new_images()  # the expected cache before the window ends
+        self._built = False  # whether this is so for the current step
         # The rows at the redirected slots after the forward, by plane, of layers whose own writer was never called.
         self._forwarded: dict[str, list[Tensor]] = {}
         self._cancelled = False  # whether the current step ended without sampling
@@ -62,7 +63,7 @@ class StageAudit(CacheAudit):
         step = self._step
         if step is None:
             return
-        self._forwarded = {}
+        self._forwarded, self._built = {}, False
         for group, own in step.slot_mappings.items():
             slots = self._redirected[group] = slot_mappings[group][: len(own)].cpu().clone()
             blocks, size = self._shadow_blocks[group], self._block_sizes[group]
@@ -89,7 +90,14 @@ class StageAudit(CacheAudit):
             own, shadow = self._tails(step, group)
             for layer in self._layers_of(group):
                 self._compare_tails(step, moment, layer, own, shadow)
-        images = self._before_commit
+        if not self._built:
+            self._build(step)
+        self._totals.moments += 1
+        self._compare(step, self._before_commit, moment)
+
+    def _build(self, step: AuditedStep) -> None:
+        """Expect the cache before the window ends: only the rows of tokens that were not redirected are new."""
+        self._built, images = True, self._before_commit
         self._copy_images(self._settled, images)
         moved = {group: self._redirected[group] != own for group, own in step.slot_mappings.items()}
         self._write(
@@ -99,8 +107,6 @@ class StageAudit(CacheAudit):
             own = step.slot_mappings[layer.group].masked_fill(moved[layer.group], -1)
             self._write_rows(layer, images, own, self._rows_of(layer, own))
             self._forwarded[layer.name] = self._rows_of(layer, self._redirected[layer.group])
-        self._totals.moments += 1
-        self._compare(step, images, moment)
 
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """Compare the cache after the step, as :meth:`CacheAudit.commit` does.
