@@ -37,6 +37,7 @@ from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.audit.recurrent_groups import states_of
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
+from nwor_ops.vllm.plugin import _preparing as preparing
 from nwor_ops.vllm.recurrent import layer as layers
 from nwor_ops.vllm.recurrent import models, plugin, supported
 from nwor_ops.vllm.recurrent.block_reuse import BlockOwners
@@ -1182,6 +1183,24 @@ def test_each_refusal_gives_its_reason(found: dict[str, Any], because: str) -> N
     assert supported.problem_of(engine()) is None
     with pytest.raises(RuntimeError, match=rf"^nwor: {because}.*\(recurrent was asked for; "):
         plugin.prepare(engine(**found), logging.getLogger("nwor"))
+
+
+@pytest.mark.usefixtures("any_vllm")
+@pytest.mark.parametrize(
+    "architecture",
+    ["Qwen3NextForCausalLM", "KimiLinearForCausalLM", "KimiK3ForConditionalGeneration", "NemotronHForCausalLM"],
+)
+def test_replayssm_is_refused_before_weights(architecture: str) -> None:
+    """Also for models that only vLLM's option serves: Kimi K3, and Mamba-2."""
+    config = engine(cache_config__use_replayssm=True, model_config__architecture=architecture)
+    loaded: list[Any] = []
+    load_model = preparing(loaded.append)
+    with pytest.raises(RuntimeError, match=r"^nwor: `--use-replayssm`: vLLM then keeps one state .*recurrent was"):
+        load_model(SimpleNamespace(vllm_config=config))
+    assert loaded == []
+    config.additional_config = {}
+    load_model(SimpleNamespace(vllm_config=config))
+    assert len(loaded) == 1
 
 
 @pytest.mark.usefixtures("any_vllm")

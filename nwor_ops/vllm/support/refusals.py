@@ -365,7 +365,7 @@ REFUSALS = (
             recurrent="vLLM then creates Kimi K3's layer, which is another class"),
     Refusal("`--use-replayssm`", "", "", _has("cache_config.use_replayssm"),
             recurrent="vLLM then keeps one state per request itself",
-        change="without --use-replayssm"),
+        change="without --use-replayssm, or VLLM_NWOR_RECURRENT=0"),
     # Without a draft model, `draft_model_config` is the target's configuration.
     Refusal("a draft model with recurrent layers", "", "",
             lambda config: config.speculative_config is not None
