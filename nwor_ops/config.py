@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from nwor_ops.transaction.manager import MODES
 
@@ -82,6 +82,16 @@ class NworConfig:
         return self.mode != "off" or self.draft_graphs or bool(self.recurrent) or self.draft_vocabulary > 0
 
     @property
+    def wants_anything(self) -> bool:
+        """Whether a feature or the audit is switched on."""
+        return self.wants_feature or self.audit
+
+    @property
+    def wants_metrics(self) -> bool:
+        """Whether counters are published."""
+        return self.wants_feature and self.emit_metrics
+
+    @property
     def form(self) -> str:
         """The form of the windows of recurrent layers: ``"exact"`` or ``"chunk"``; ``"off"``: vLLM's own windows."""
         return self.recurrent if isinstance(self.recurrent, str) else "exact" if self.recurrent else "off"
@@ -115,6 +125,36 @@ class NworConfig:
         if switched_off(environment):
             return cls()
         return cls(**{**_from_additional_config(additional_config), **_from_environment(environment)})
+
+
+class CarriedSettings(dict[str, Any]):
+    """The settings in an engine's ``additional_config``, announced in each process that the configuration reaches.
+
+    vLLM pickles its configuration for a new process, which reads it before it loads the plugin.
+
+    Attributes:
+        all: the settings that reached this process.
+        install: called with new settings; None until the plugin is loaded.
+    """
+
+    all: ClassVar[list[CarriedSettings]] = []
+    install: ClassVar[Callable[[NworConfig], None] | None] = None
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        if self not in self.all:
+            self.all.append(self)
+        install = type(self).install
+        if install is not None:
+            install(self.config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+    @property
+    def config(self) -> NworConfig:
+        """The settings of an engine in this process."""
+        return NworConfig.load({ADDITIONAL_CONFIG_KEY: self})
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from nwor_ops.vllm.hooks import Hook
+from nwor_ops.vllm.hooks import Hook, ModulePatch
 from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -214,6 +214,8 @@ def hooks() -> Iterator[Use]:
 def _hooks_in(value: object) -> Iterator[Hook]:
     if isinstance(value, Hook):
         yield value
+    elif isinstance(value, ModulePatch):
+        yield value.hook
     elif isinstance(value, (list, tuple)):
         for one in value:
             yield from _hooks_in(one)
@@ -228,14 +230,14 @@ def patches(sources: Sources) -> Iterator[Use]:
 
     If a call does not name a class, each method of this name is a target, except ``__init__``.
     """
-    from nwor_ops.vllm.plugin import _module_patches
+    from nwor_ops.vllm.plugin import PATCHES
 
     hooked = {use.name.rpartition(".")[2] for use in hooks()}
     for path in sorted(PLUGIN.rglob("*.py")):
         for owner, name in _put_calls(ast.parse(path.read_text())):
             if not owner and (name in hooked or name == "__init__"):
                 continue
-            for module in _module_patches():
+            for module in dict.fromkeys(patch.hook.module for patch in PATCHES):
                 tree = sources.tree(module)
                 defined = [one.name for one in tree.body if isinstance(one, ast.ClassDef)] if tree is not None else []
                 targets = [f"{one}.{name}" for one in defined if owner in ("", one)] + [name] * (not owner)

@@ -16,10 +16,19 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from nwor_ops.config import NworConfig, is_ours
-from nwor_ops.vllm.hooks import Patches, when_undone
+from nwor_ops.config import ADDITIONAL_CONFIG_KEY, CarriedSettings, NworConfig, is_ours
+from nwor_ops.vllm.hooks import Hook, ModulePatch, when_undone
 
-_patches = Patches("environment")
+# The only functions that are patched in an engine without a feature. If one does not fit, a warning says so.
+HOOKS = (Hook("vllm.envs", "compile_factors", ""), Hook("vllm.config", "VllmConfig.__post_init__", ""))
+_NOT_STRICT = NworConfig(on_unsupported="vanilla")
+
+
+def vllm_logger() -> Any:
+    """Return the logger of this plugin."""
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.plugins.nwor_ops")
 
 
 def settings_of(vllm_config: Any) -> NworConfig:
@@ -40,7 +49,32 @@ def announce_variables() -> None:
     for name in os.environ:
         if is_ours(name):
             _announce(name, vllm.envs.environment_variables)
-    _patches.put_once(vllm.envs, "compile_factors", _without_ours, signature="")
+    ModulePatch(HOOKS[0], _without_ours, "environment", bool).apply(vllm.envs, _NOT_STRICT, vllm_logger())
+
+
+def watch_configurations(install: Callable[[NworConfig], None]) -> None:
+    """Call ``install`` with the settings of each engine whose configuration reaches this process.
+
+    These are the settings of the environment, and those in ``additional_config``: of configurations that vLLM makes
+    here, and of those that it sent here (:class:`CarriedSettings`).
+    """
+    import vllm.config
+
+    def reading(initialize: Callable[..., None]) -> Callable[..., None]:
+        def __post_init__(self: Any) -> None:
+            additional = self.additional_config
+            if isinstance(additional, dict) and ADDITIONAL_CONFIG_KEY in additional:
+                settings_of(self)  # raises for invalid settings
+                additional[ADDITIONAL_CONFIG_KEY] = CarriedSettings(additional[ADDITIONAL_CONFIG_KEY])
+            initialize(self)
+
+        return __post_init__
+
+    ModulePatch(HOOKS[1], reading, "additional_config", bool).apply(vllm.config, _NOT_STRICT, vllm_logger())
+    CarriedSettings.install = install
+    when_undone(functools.partial(setattr, CarriedSettings, "install", None))
+    for config in (NworConfig.load(), *(settings.config for settings in CarriedSettings.all)):
+        install(config)
 
 
 def _announce(name: str, table: dict[str, Callable[[], Any]]) -> None:

@@ -2,7 +2,8 @@
 
 A :class:`Hook` names a vLLM function and the parameters that it must have. A :class:`Patch` replaces one attribute of a
 vLLM module, class or object. It knows the original, refuses to patch twice, and can be undone. :class:`Patches` holds
-the patches of one feature or engine. :func:`undo_all` undoes the patches of the whole plugin.
+the patches of one feature or engine. A :class:`ModulePatch` is made when vLLM has imported a module.
+:func:`undo_all` undoes the patches of the whole plugin.
 
 :func:`check_vllm` and :func:`check_library` refuse an engine if its vLLM or our compiled library does not fit.
 """
@@ -21,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from nwor_ops import library
+from nwor_ops.config import NworConfig
 from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
 from nwor_ops.vllm.support.refusals import Unsupported
 
@@ -186,18 +188,9 @@ class Patches:
     def put_once(
         self, owner: Any, name: str, decorator: Decorator, signature: str | None = None, may_be_missing: bool = False
     ) -> None:
-        """Make a patch if its target fits and has no such patch yet.
-
-        An engine that needs the patch calls :func:`check_vllm` and reports a target that does not fit.
-
-        Args:
-            owner: as for :class:`Patch`, or None if this vLLM does not have it.
-            name, decorator, signature, may_be_missing: as for :class:`Patch`.
-        """
-        if owner is None:
-            return
+        """Make a patch, unless this feature has patched the function already."""
         patch = Patch(owner, name, decorator, self.by, signature, may_be_missing)
-        if not patch.is_repeated and patch.problem() is None:
+        if not patch.is_repeated:
             self._apply(patch)
 
     def put_methods(self, owner: Any, ours: Any, names: Iterable[str], signature: str | None = None) -> None:
@@ -217,6 +210,31 @@ class Patches:
     def _apply(self, patch: Patch) -> None:
         patch.apply()
         self._patches.add(patch)
+
+
+@dataclass(frozen=True)
+class ModulePatch:
+    """A patch of a module or a class that engines need whose settings are ``wanted``. ``by`` is the feature."""
+
+    hook: Hook
+    decorator: Decorator
+    by: str
+    wanted: Callable[[NworConfig], bool]
+
+    def apply(self, module: Any, config: NworConfig, logger: Any) -> None:
+        """Make the patch, unless it is made already.
+
+        Raises:
+            RuntimeError: the function does not fit, and the settings do not permit an engine without the feature.
+        """
+        *classes, name = self.hook.name.split(".")
+        try:
+            owner = functools.reduce(getattr, classes, module)
+            Patches(self.by).put_once(owner, name, self.decorator, self.hook.signature)
+        except (AttributeError, Unsupported) as error:
+            problem = Unsupported.join((why, "") for why in (version_problem(), str(error)) if why)
+            problem.stop_if(config.strict, f"{self.by} was asked for", "without it")
+            logger.warning("nwor: %s: not active: %s", self.by, problem)
 
 
 def _calling(ours: Callable[..., Any]) -> Decorator:

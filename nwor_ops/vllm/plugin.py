@@ -1,19 +1,15 @@
 """vLLM plugin entry point: decides what is attached, and patches vLLM's modules when they are imported.
 
-vLLM calls ``register`` in every process that it starts. No configuration exists at that time, and the runner's module
-is not imported yet. ``register`` must not import it, since that takes seconds in processes that never need it. It
-installs an import hook instead, which patches these modules after their first import:
+vLLM calls ``register`` in every process that it starts. It patches the key of the compile cache, and
+``VllmConfig.__post_init__``, which reads the settings of an engine (:mod:`nwor_ops.vllm.environment`). Without a
+feature nothing else happens.
 
-- Both runner modules. ``GPUModelRunner.initialize_kv_cache`` attaches to the engine if its configuration asks for it,
-  and patches everything else on instances. ``load_model`` prepares one state per request
-  (:mod:`nwor_ops.vllm.recurrent.plugin`). ``profile_run`` reserves the memory of the undo log.
-- The V2 runner's module, in addition: ``init_speculator`` (:mod:`nwor_ops.vllm.draft_graphs.plugin`).
-- The scheduler's module, for mode ``"stage"`` (:mod:`nwor_ops.vllm.transaction.shadow_blocks`) and the metrics.
-- The GPU worker, to copy counters to the host before the engine sleeps.
-- The V2 runner's warm-up, for mode ``"stage"``, the audit and the metrics.
-- The front end's output processor, for the metrics.
+The settings of an engine select patches of modules and classes (:func:`install`). The modules may not be imported yet.
+The plugin must not import them, since that takes seconds in processes that never need them. An import hook patches each
+of them after its first import. ``GPUModelRunner.initialize_kv_cache`` then attaches to the engine, and patches
+everything else on instances.
 
-With ``VLLM_NWOR=off`` the plugin patches only the key of the compile cache (:mod:`nwor_ops.vllm.environment`).
+With ``VLLM_NWOR=off`` the plugin patches only the key of the compile cache.
 """
 
 from __future__ import annotations
@@ -33,17 +29,19 @@ import torch
 
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.transaction.counters import set_source
-from nwor_ops.vllm import feature_report, metrics
+from nwor_ops.vllm import feature_report
 from nwor_ops.vllm.audit.engine import audit_engine, audit_states_alone, cache_audit
 from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
 from nwor_ops.vllm.draft_vocabulary import plugin as draft_vocabulary
-from nwor_ops.vllm.environment import announce_variables, settings_of
+from nwor_ops.vllm.environment import HOOKS as ENVIRONMENT_HOOKS
+from nwor_ops.vllm.environment import announce_variables, settings_of, vllm_logger, watch_configurations
 from nwor_ops.vllm.errors import Errors
-from nwor_ops.vllm.hooks import Patches, undo_all, version_problem, when_undone
+from nwor_ops.vllm.hooks import Hook, ModulePatch, Patches, undo_all, version_problem, when_undone
+from nwor_ops.vllm.metrics import publisher, relay
 from nwor_ops.vllm.recurrent import connectors as recurrent_connectors
 from nwor_ops.vllm.recurrent import plugin as recurrent
 from nwor_ops.vllm.recurrent.supported import HOOKS as RECURRENT_HOOKS
-from nwor_ops.vllm.recurrent.supported import RUNNER_MODULE as V2_RUNNER_MODULE
+from nwor_ops.vllm.recurrent.supported import LOAD_MODEL
 from nwor_ops.vllm.support.features import (
     DEVICES,
     DRAFT_GRAPHS,
@@ -58,22 +56,16 @@ from nwor_ops.vllm.transaction.layers.back_ends import KIMI_HOOKS
 from nwor_ops.vllm.transaction.runners.base import log_bytes
 from nwor_ops.vllm.transaction.runners.pipeline import HOOKS as PIPELINE_HOOKS
 from nwor_ops.vllm.transaction.runners.v1 import V1
-from nwor_ops.vllm.transaction.runners.v2 import V2
+from nwor_ops.vllm.transaction.runners.v2 import V2, WARM_UPS
 from nwor_ops.vllm.transaction.session import Session
 from nwor_ops.vllm.transaction.supported import check_transaction
 
 RUNNERS = {kind.module: kind for kind in (V1, V2)}
 
-_patches = Patches("plugin")
+METRICS = "metrics"
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 # Graphs that vLLM captured in mode "cow" write to the undo log of their session, also after :func:`unload`.
 _unloaded: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
-
-
-def _logger() -> Any:
-    from vllm.logger import init_logger
-
-    return init_logger("vllm.plugins.nwor_ops")
 
 
 def register() -> None:
@@ -87,15 +79,31 @@ def register() -> None:
     announce_variables()
     if switched_off():
         return
-    set_source(metrics.totals)
+    set_source(relay.totals)
     when_undone(functools.partial(set_source, None))
-    for name, patch in _module_patches().items():
+    watch_configurations(install)
+
+
+def install(config: NworConfig) -> None:
+    """Patch the modules and classes of vLLM that engines with these settings need. Calling it again is safe."""
+    for patch in PATCHES:
+        if not patch.wanted(config):
+            continue
+        name = patch.hook.module
         if name in sys.modules:
-            patch(sys.modules[name])
-    if not any(isinstance(finder, _ModuleFinder) for finder in sys.meta_path):
-        finder = _ModuleFinder()
-        sys.meta_path.insert(0, finder)
-        when_undone(functools.partial(sys.meta_path.remove, finder))
+            patch.apply(sys.modules[name], config, vllm_logger())
+        else:
+            _finder().patches.setdefault(name, {})[patch] = config
+
+
+def _finder() -> _ModuleFinder:
+    for finder in sys.meta_path:
+        if isinstance(finder, _ModuleFinder):
+            return finder
+    finder = _ModuleFinder()
+    sys.meta_path.insert(0, finder)
+    when_undone(functools.partial(sys.meta_path.remove, finder))
+    return finder
 
 
 def unload() -> None:
@@ -122,27 +130,15 @@ def unload() -> None:
     undo_all()
 
 
-def _module_patches() -> dict[str, Callable[[ModuleType], None]]:
-    """Return the patch function of each vLLM module, by module name."""
-    return {
-        **dict.fromkeys(RUNNERS, _patch_runner_module),
-        "vllm.v1.core.sched.scheduler": _patch_scheduler_module,
-        "vllm.v1.worker.gpu.warmup": _patch_warmup_module,
-        "vllm.v1.worker.gpu_worker": _patch_worker_module,
-        "vllm.v1.engine.output_processor": lambda module: metrics.patch_output_module(module, _logger()),
-        **recurrent_connectors.PATCHES,
-    }
-
-
 class _ModuleFinder(importlib.abc.MetaPathFinder):
     """Patch a vLLM module right after its first import."""
 
     def __init__(self) -> None:
-        self._patches = _module_patches()
+        self.patches: dict[str, dict[ModulePatch, NworConfig]] = {}  # by module, with the settings that want them
         self._looking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name not in self._patches or self._looking:
+        if name not in self.patches or self._looking:
             return None
         self._looking = True
         try:
@@ -155,7 +151,8 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
         def patching(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self._patches[name](module)
+                for patch, config in self.patches[name].items():
+                    patch.apply(module, config, vllm_logger())
 
             return exec_module
 
@@ -163,102 +160,67 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _patch_scheduler_module(module: ModuleType) -> None:
-    shadow_blocks.patch_scheduler_module(module)
-    metrics.patch_scheduler_module(module)
+def _warming(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a patch of a warm-up of the V2 runner: it uses no shadow pages, and the log says that it was audited."""
+
+    def warm_up(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
+        session = _sessions.get(model_runner)
+        shadow = None if session is None else session.shadow_blocks
+        with contextlib.nullcontext() if shadow is None else shadow_blocks.withheld(model_runner, shadow):
+            result = original(model_runner, *args, **kwargs)
+        audit = None if session is None else cache_audit(session)
+        if audit is not None and original.__name__ == "warmup_kernels":
+            steps = audit.summary()["verify_steps"]
+            vllm_logger().info("nwor: vLLM's warm-up was audited, %d steps with drafts", steps)
+        return result
+
+    return warm_up
 
 
-def _patch_warmup_module(module: ModuleType) -> None:
-    def shadow_blocks_of(runner: Any) -> shadow_blocks.ShadowBlocks | None:
-        session = _sessions.get(runner)
-        return session.shadow_blocks if session is not None else None
+def _sleeping(sleep: Callable[..., Any]) -> Callable[..., Any]:
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for owner in (_sessions.get(self.model_runner), recurrent.recurrent_engine_of(self.model_runner)):
+            if owner is not None:
+                with Errors(vllm_logger(), "without publishing counters").survived("copying counters failed"):
+                    owner.go_to_sleep()
+        return sleep(self, *args, **kwargs)
 
-    def telling(warm_up: Callable[..., Any]) -> Callable[..., Any]:
-        def warmup_kernels(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
-            result = warm_up(model_runner, *args, **kwargs)
-            session = _sessions.get(model_runner)
-            audit = None if session is None else cache_audit(session)
-            if audit is not None:
-                steps = audit.summary()["verify_steps"]
-                _logger().info("nwor: vLLM's warm-up was audited, %d steps with drafts", steps)
-            return result
-
-        return warmup_kernels
-
-    def uncounted(warm_up: Callable[..., Any]) -> Callable[..., Any]:
-        def forgetting(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
-            result = warm_up(model_runner, *args, **kwargs)
-            metrics.forget(model_runner)
-            return result
-
-        return forgetting
-
-    shadow_blocks.patch_warmup_module(module, shadow_blocks_of)
-    _patches.put_once(module, "warmup_kernels", lambda warm_up: telling(uncounted(warm_up)))
-    _patches.put_once(module, "run_mixed_prefill_decode_warmup", uncounted)
+    return patched
 
 
-def _patch_worker_module(module: ModuleType) -> None:
-    def telling(sleep: Callable[..., Any]) -> Callable[..., Any]:
-        def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
-            for owner in (_sessions.get(self.model_runner), recurrent.recurrent_engine_of(self.model_runner)):
-                if owner is not None:
-                    with Errors(_logger(), "without publishing counters").survived("copying counters failed"):
-                        owner.go_to_sleep()
-            return sleep(self, *args, **kwargs)
+def _attaching(module: str, initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a patch that reads an engine's configuration after its cache is bound and before it has a drafter."""
 
-        return patched
+    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = initialize(self, *args, **kwargs)
+        profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+        if self.device.type == "cpu":  # this runner overrides load_model
+            draft_vocabulary.prepare(self.vllm_config, vllm_logger())
+        if not profiling:
+            _start_metrics(self)
+        recurrent.attach(self, vllm_logger(), profiling)
+        if not profiling:
+            _attach(self, module)
+        return result
 
-    _patches.put_once(module.Worker, "sleep", telling)
+    return initialize_kv_cache
 
 
-def _patch_runner_module(module: ModuleType) -> None:
-    """Patch a runner class so that it reads its engine's configuration after its cache is bound and before it has a
-    drafter."""
-    draft_graphs.patch_runner_module(module, _logger())
-    draft_vocabulary.patch_runner_module(module, _logger())
-    runner_class = getattr(module, "GPUModelRunner", None)
-    if getattr(runner_class, "initialize_kv_cache", None) is None:
-        if NworConfig.load().mode != "off":
-            raise RuntimeError(f"nwor: {module.__name__} has no GPUModelRunner.initialize_kv_cache to patch")
-        return
+def _reserving(measure: Callable[..., Any]) -> Callable[..., Any]:
+    def profile_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _reserve_log_memory(self):
+            return measure(self, *args, **kwargs)
 
-    def attaching(initialize: Callable[..., Any]) -> Callable[..., Any]:
-        def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = initialize(self, *args, **kwargs)
-            profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
-            if self.device.type == "cpu":  # this runner overrides load_model
-                draft_vocabulary.prepare(self.vllm_config, _logger())
-            if not profiling:
-                _start_metrics(self)
-            recurrent.attach(self, _logger(), profiling)
-            if not profiling:
-                _attach(self, module.__name__)
-            return result
+    return profile_run
 
-        return initialize_kv_cache
 
-    def reserving(measure: Callable[..., Any]) -> Callable[..., Any]:
-        def profile_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with _reserve_log_memory(self):
-                return measure(self, *args, **kwargs)
+def _preparing(load: Callable[..., Any]) -> Callable[..., Any]:
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recurrent.prepare(self.vllm_config, vllm_logger())
+        draft_vocabulary.prepare(self.vllm_config, vllm_logger())
+        return load(self, *args, **kwargs)
 
-        return profile_run
-
-    def preparing(load: Callable[..., Any]) -> Callable[..., Any]:
-        def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-            recurrent.prepare(self.vllm_config, _logger())
-            draft_vocabulary.prepare(self.vllm_config, _logger())
-            return load(self, *args, **kwargs)
-
-        return load_model
-
-    if module.__name__ == V2_RUNNER_MODULE:
-        _patches.put_once(runner_class, "execute_model", recurrent.following_forwards)
-    _patches.put_once(runner_class, "load_model", preparing)
-    _patches.put_once(runner_class, "initialize_kv_cache", attaching)
-    metrics.patch_runner_class(runner_class)
-    _patches.put_once(runner_class, "profile_run", reserving)  # a missing method is reported by the check of the hooks
+    return load_model
 
 
 @contextlib.contextmanager
@@ -282,7 +244,7 @@ def _reserve_log_memory(runner: Any) -> Iterator[None]:
 def _attach(runner: Any, module: str) -> None:
     """Read the configuration of a runner whose cache was just bound, and attach what it asks for."""
     config = settings_of(runner.vllm_config)
-    logger = _logger()
+    logger = vllm_logger()
     draft_graphs.attach(runner, module, logger)
     if not config.wants_transaction:
         return
@@ -308,7 +270,7 @@ def _attach(runner: Any, module: str) -> None:
         return
     _sessions[runner] = session
     if session.manager is not None:
-        metrics.publish(runner, session, Session.counts, lambda session: session.counters)
+        publisher.publish(runner, session, Session.counts, lambda session: session.counters)
     audit = ", audited at every step" if config.audit else ""
     logger.info("nwor: active, mode %s%s: %s", config.mode, audit, session.describe())
 
@@ -329,11 +291,11 @@ def _start_metrics(runner: Any) -> None:
     """Publish the counts of a runner whose cache was just bound, if its engine has a feature."""
     config, alive = settings_of(runner.vllm_config), weakref.ref(runner)
     report = functools.partial(_feature_report, config, alive)
-    if config.wants_feature and metrics.start(runner, report, config.emit_metrics, _logger()):
-        metrics.publish(runner, runner, draft_graphs.counts)
+    if config.wants_feature and publisher.start(runner, report, config.emit_metrics, vllm_logger()):
+        publisher.publish(runner, runner, draft_graphs.counts)
         vocabulary = draft_vocabulary.vocabulary_of(runner)
         if vocabulary is not None:
-            metrics.publish(runner, vocabulary, type(vocabulary).counts, lambda owner: owner.first.counters)
+            publisher.publish(runner, vocabulary, type(vocabulary).counts, lambda owner: owner.first.counters)
 
 
 def _feature_report(config: NworConfig, alive: Callable[[], Any]) -> dict[str, Any]:
@@ -380,7 +342,7 @@ def check_hooks() -> list[dict[str, Any]]:
     if not vllm.__version__.startswith("0.32."):  # there, pipeline parallelism on the V2 runner is refused
         of_runners += PIPELINE_HOOKS
     by_feature = {
-        TRANSACTION: (*of_runners, *KIMI_HOOKS, *shadow_blocks.HOOKS, *connectors.HOOKS),
+        TRANSACTION: (*of_runners, *KIMI_HOOKS, *shadow_blocks.HOOKS, *connectors.HOOKS, *_COMMON_HOOKS),
         DRAFT_GRAPHS: draft_graphs.HOOKS,
         DRAFT_VOCABULARY: draft_vocabulary.HOOKS,
         RECURRENT: RECURRENT_HOOKS,
@@ -399,3 +361,46 @@ def check_hooks() -> list[dict[str, Any]]:
             for name, problem, detail in results
         ]
     return rows
+
+
+# ---------------------------------------------------------------- patches of modules and classes
+
+_SLEEP = Hook("vllm.v1.worker.gpu_worker", "Worker.sleep", "level")
+_UPDATE_STATS = Hook("vllm.v1.engine.output_processor", "OutputProcessor.update_scheduler_stats", "scheduler_stats")
+_COMMON_HOOKS = (*ENVIRONMENT_HOOKS, _SLEEP, _UPDATE_STATS, relay.UPDATE_HOOK)
+
+
+def _module_patches() -> Iterator[ModulePatch]:
+    for kind in RUNNERS.values():
+        hooks = {hook.name.rpartition(".")[2]: hook for hook in kind.hooks if hook.module == kind.module}
+        if kind is V2:
+            yield ModulePatch(
+                hooks["execute_model"], recurrent.following_forwards, RECURRENT, lambda config: bool(config.recurrent)
+            )
+        yield ModulePatch(
+            LOAD_MODEL if kind is V2 else Hook(V1.module, LOAD_MODEL.name, "load_dummy_weights, model"),
+            _preparing,
+            RECURRENT,
+            lambda config: bool(config.recurrent) or config.draft_vocabulary > 0,
+        )
+        attaching = functools.partial(_attaching, kind.module)
+        yield ModulePatch(hooks["initialize_kv_cache"], attaching, "nwor_ops", lambda config: config.wants_anything)
+        yield ModulePatch(hooks["profile_run"], _reserving, TRANSACTION, lambda config: config.mode == "cow")
+        yield ModulePatch(hooks["sample_tokens"], publisher.attaching, METRICS, lambda config: config.wants_metrics)
+        yield ModulePatch(hooks["execute_model"], publisher.resting, METRICS, lambda config: config.wants_metrics)
+    for hook in WARM_UPS:
+        yield ModulePatch(hook, _warming, TRANSACTION, lambda config: config.mode == "stage" or config.audit)
+        yield ModulePatch(hook, publisher.warming, METRICS, lambda config: config.wants_feature)
+    yield ModulePatch(draft_graphs.HOOKS[0], draft_graphs.creating, DRAFT_GRAPHS, lambda config: config.draft_graphs)
+    creating, reloading = draft_vocabulary.HOOKS[:2]
+    for hook, decorator in ((creating, draft_vocabulary.creating), (reloading, draft_vocabulary.reloading)):
+        yield ModulePatch(hook, decorator, DRAFT_VOCABULARY, lambda config: config.draft_vocabulary > 0)
+    scheduler = shadow_blocks.HOOKS[0]
+    yield ModulePatch(scheduler, shadow_blocks.withholding, TRANSACTION, lambda config: config.mode == "stage")
+    yield ModulePatch(scheduler, relay.relaying, METRICS, lambda config: config.wants_metrics)
+    yield ModulePatch(_SLEEP, _sleeping, METRICS, lambda config: config.wants_anything)
+    yield ModulePatch(_UPDATE_STATS, relay.receiving, METRICS, lambda config: config.wants_metrics)
+    yield from recurrent_connectors.PATCHES
+
+
+PATCHES = tuple(_module_patches())

@@ -16,8 +16,10 @@ import pytest
 import nwor_ops
 from nwor_ops.config import ENVIRONMENT_PREFIX, NworConfig
 from nwor_ops.ops import registry
+from nwor_ops.vllm.environment import HOOKS as ENVIRONMENT_HOOKS
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.metrics.names import INFO, MEMORY, METRICS
+from nwor_ops.vllm.plugin import PATCHES
 from nwor_ops.vllm.recurrent.plugin import RecurrentEngine
 from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
 
@@ -305,5 +307,7 @@ def patched_names() -> dict[str, str]:
 
 def test_hooks_page_names_every_patch() -> None:
     patched, page = patched_names(), code(HOOKS)
-    assert {"prepare_attn", "receive", "save_kv_layer", "do_kv_cache_update", "compile_factors"} <= set(patched)
+    for hook in (*ENVIRONMENT_HOOKS, *(patch.hook for patch in PATCHES)):
+        patched[hook.name.rpartition(".")[2]] = hook.module
+    assert {"prepare_attn", "receive", "save_kv_layer", "do_kv_cache_update", "sleep"} <= set(patched)
     assert {name: file for name, file in patched.items() if not re.search(rf"\b{name}\b", page)} == {}

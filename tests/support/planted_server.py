@@ -92,7 +92,8 @@ def _plant_errors(folder: pathlib.Path) -> None:
 
 
 def _plant_counts(file: pathlib.Path) -> None:
-    from nwor_ops.vllm import metrics, plugin
+    from nwor_ops.vllm import plugin
+    from nwor_ops.vllm.metrics import publisher
 
     start, steps = plugin._start_metrics, 0
 
@@ -103,6 +104,6 @@ def _plant_counts(file: pathlib.Path) -> None:
 
     def starting(runner: Any) -> None:
         start(runner)
-        metrics.publish(runner, runner, counts)
+        publisher.publish(runner, runner, counts)
 
     plugin._start_metrics = starting

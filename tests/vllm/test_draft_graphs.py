@@ -10,7 +10,7 @@ import logging
 import re
 from collections import Counter
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,28 +202,25 @@ def test_versions_and_signatures(hooks: Any, monkeypatch: pytest.MonkeyPatch) ->
 # ---------------------------------------------------------------- patches of the V2 runner
 
 
-def make_speculator(config: Any, name: str = draft_graphs.RUNNER_MODULE) -> Any:
-    """Create the speculator in a patched module."""
-    module: Any = ModuleType(name)
-    module.init_speculator = original = lambda vllm_config, device, req_states: "vLLM's"
-    for _ in range(2):
-        draft_graphs.patch_runner_module(module, LOGGER)
-    assert (module.init_speculator is original) == (name != draft_graphs.RUNNER_MODULE)
-    return module.init_speculator(config, SimpleNamespace(type="cuda"), None)
+def make_speculator(config: Any) -> Any:
+    create = draft_graphs.creating(lambda vllm_config, device, req_states: "vLLM's")
+    return create(config, SimpleNamespace(type="cuda"), None)
 
 
 @pytest.mark.parametrize(
-    ("changes", "module"),
+    "changes",
     [
-        ({"additional_config": {}}, draft_graphs.RUNNER_MODULE),
-        ({"additional_config": {"nwor": {"mode": "cow"}}}, draft_graphs.RUNNER_MODULE),
-        ({}, draft_graphs.V1_RUNNER_MODULE),
-        ({"additional_config": VANILLA, "parallel_config__data_parallel_size": 2}, draft_graphs.RUNNER_MODULE),
+        {"additional_config": {}},
+        {"additional_config": {"nwor": {"mode": "cow"}}},
+        {"additional_config": VANILLA, "parallel_config__data_parallel_size": 2},
     ],
 )
-def test_vllm_creates_its_own_speculator(changes: dict[str, Any], module: str, caplog: Any) -> None:
-    """It does without the setting, in the V1 runner's module, and if a refusal is only a warning."""
-    assert make_speculator(engine_config(**changes), module) == "vLLM's"
+def test_vllm_creates_its_own_speculator(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does without the setting, and if a refusal is only a warning."""
+    monkeypatch.setattr(draft_graphs, "vllm_logger", lambda: LOGGER)
+    assert make_speculator(engine_config(**changes)) == "vLLM's"
     refused = changes.get("additional_config") == VANILLA
     assert ("draft graphs: not active: data parallelism" in caplog.text) == refused
 

@@ -5,21 +5,27 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import logging
 import os
+import pickle
+import re
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_checks import STAGE
-from engines import ENGINE, ENVIRONMENT, Engines, model_folder, prompts
-from processes import ROOT
+from engines import ENGINE, ENVIRONMENT, SMALL, Engines, model_folder, prompts
+from processes import ROOT, environment
 
+from nwor_ops.config import CarriedSettings, NworConfig
 from nwor_ops.vllm import hooks
-from nwor_ops.vllm.hooks import Patch, PatchError, Patches
+from nwor_ops.vllm.hooks import Hook, ModulePatch, Patch, PatchError, Patches
 from nwor_ops.vllm.support.refusals import Unsupported
+from nwor_ops.vllm.transaction.runners.v1 import V1
 
 
 class Vanilla:
@@ -111,7 +117,8 @@ def test_another_signature_is_refused(vanilla: Any) -> None:
     patches = Patches("test")
     with pytest.raises(Unsupported, match=r"Vanilla\.step takes \('tokens',\), expected \('tokens', 'drafts'\)"):
         patches.put(vanilla, "step", adding(1), signature="tokens, drafts")
-    patches.put_once(vanilla, "step", adding(1), signature="")
+    with pytest.raises(Unsupported, match=r"takes \('tokens',\), expected \(\)"):
+        patches.put_once(vanilla, "step", adding(1), signature="")
     assert vanilla().step(0) == 0
     patches.put(vanilla, "step", adding(1), signature="tokens")
     assert vanilla().step(0) == 1
@@ -122,9 +129,6 @@ def test_a_function_that_is_missing(vanilla: Any) -> None:
     patches = Patches("test")
     with pytest.raises(Unsupported, match=r"Vanilla\.other does not exist"):
         patches.put(vanilla, "other", adding(1))
-    patches.put_once(vanilla, "other", adding(1))
-    patches.put_once(None, "other", adding(1))
-    assert not hasattr(vanilla, "other")
     patches.put(vanilla, "other", lambda original: classmethod(lambda cls: original), may_be_missing=True)
     assert vanilla.other() is None
     patches.undo()
@@ -205,8 +209,106 @@ def changed(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
     return sorted(set(found) - {"vllm.envs.__getattr__"})  # vLLM itself replaces it when an engine starts
 
 
+def sources_of_vllm() -> dict[str, str]:
+    """Return where each function of each loaded module and class of vLLM comes from."""
+
+    def source(value: Any) -> str:
+        if isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, classmethod | staticmethod):
+            value = value.__func__
+        if isinstance(value, FunctionType):
+            return f"{value.__code__.co_filename}:{value.__code__.co_firstlineno}"
+        kind = value if isinstance(value, type) else type(value)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+    owners: dict[str, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if module is not None and name.split(".")[0] == "vllm":
+            owners[name] = module
+            classes = [value for value in vars(module).values() if isinstance(value, type)]
+            owners |= {f"{one.__module__}.{one.__qualname__}": one for one in classes if one.__module__ == name}
+    functions = {
+        f"{name}.{attribute}": source(value)
+        for name, owner in owners.items()
+        for attribute, value in functions_of(owner).items()
+    }
+    return functions | {f"finder {finder!r}"[:60]: "" for finder in sys.meta_path if "nwor" in repr(finder)}
+
+
+def footprint_job(plugins: str, nwor: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Run an engine. Return the functions of vLLM in its process, and our patches."""
+    os.environ.update(ENVIRONMENT | {"VLLM_PLUGINS": plugins})
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**ENGINE | {"model": model_folder(**SMALL), "additional_config": {"nwor": nwor} if nwor else {}})
+    sampling = SamplingParams(max_tokens=4, detokenize=False)
+    llm.generate([{"prompt_token_ids": request} for request in prompts(2)], sampling, use_tqdm=False)
+    return sources_of_vllm(), [patch.target for patch in hooks.applied()]
+
+
+def differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return sorted(name for name in one | other if one.get(name) != other.get(name))
+
+
+def test_engine_without_feature_changes_two_functions(engines: Engines) -> None:
+    """Compared with an engine without the plugin; ``emit_metrics`` alone is no feature."""
+    jobs = [("", {}), ("nwor_ops", {}), ("nwor_ops", {"emit_metrics": True}), ("nwor_ops", {"draft_vocabulary": 0})]
+    (vanilla, none), *others = [one.result() for one in [engines.submit(footprint_job, *job) for job in jobs]]
+    assert none == []
+    assert len(vanilla) > 5000
+    assert "/vllm/v1/worker/gpu_model_runner.py:" in vanilla[f"{V1.module}.GPUModelRunner.initialize_kv_cache"]
+    for functions, patched in others:
+        assert patched == ["vllm.envs.compile_factors", "vllm.config.vllm.VllmConfig.__post_init__"]
+        assert differences(vanilla, functions) == sorted(patched)
+
+
+def test_settings_arrive_before_the_plugin() -> None:
+    """In a new process vLLM reads its pickled configuration, and then loads the plugin."""
+    sent = pickle.dumps({"nwor": CarriedSettings({"mode": "stage", "emit_metrics": False})}).hex()
+    script = f"""
+import pickle, sys
+config = pickle.loads(bytes.fromhex("{sent}"))
+assert config == {{"nwor": {{"mode": "stage", "emit_metrics": False}}}}
+assert "nwor_ops.vllm" not in sys.modules
+from nwor_ops.vllm import plugin
+from nwor_ops.config import CarriedSettings
+plugin.register()
+import vllm.v1.core.sched.scheduler
+from nwor_ops.vllm.hooks import applied
+print(*[patch.target for patch in applied() if "Scheduler" in patch.target])
+pickle.loads(pickle.dumps(CarriedSettings({{"draft_graphs": True}})))  # another engine in this process
+print([*plugin._finder().patches["vllm.v1.engine.output_processor"].values()][0].draft_graphs)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["vllm.v1.core.sched.scheduler.Scheduler.__init__", "True"], done.stderr[-2000:]
+
+
+def test_patch_of_changed_function_is_refused(vanilla: Any, caplog: pytest.LogCaptureFixture) -> None:
+    module: Any = ModuleType("vllm.changed")
+    module.Vanilla, logger = vanilla, logging.getLogger()
+    for name, signature, problem in (
+        ("Vanilla.step", "tokens, drafts", r"Vanilla\.step takes \('tokens',\), expected"),
+        ("Vanilla.other", "tokens", r"Vanilla\.other does not exist"),
+        ("Other.step", "tokens", r"module 'vllm\.changed' has no attribute 'Other'"),
+    ):
+        patch = ModulePatch(Hook("vllm.changed", name, signature), adding(1), "test", lambda config: True)
+        with pytest.raises(RuntimeError, match=f"nwor: .*{problem}.*test was asked for"):
+            patch.apply(module, NworConfig(mode="cow"), logger)
+        patch.apply(module, NworConfig(mode="cow", on_unsupported="vanilla"), logger)
+        assert re.search(f"nwor: test: not active: .*{problem}", caplog.messages[-1])
+        assert vanilla().step(0) == 0
+    patch = ModulePatch(Hook("vllm.changed", "Vanilla.step", "tokens"), adding(1), "test", lambda config: True)
+    for _ in range(2):
+        patch.apply(module, NworConfig(), logger)
+    assert vanilla().step(0) == 1
+
+
 PATCHED_MODULES = [
     "vllm.envs",
+    "vllm.config.vllm",
     "vllm.v1.worker.gpu_model_runner",
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.core.sched.scheduler",
@@ -221,7 +323,7 @@ PATCHED_MODULES = [
 def not_in_the_page(targets: list[str]) -> list[str]:
     """Return the patched attributes that docs/internals/hooks.md does not name."""
     page = (ROOT / "docs" / "internals" / "hooks.md").read_text()
-    names = {target.rsplit(".", 1)[-1] for target in targets} - {"variables", "finders"}  # patches by this test
+    names = {target.rsplit(".", 1)[-1] for target in targets} - {"variables", "finders"}
     return sorted(name for name in names if f"{name}`" not in page)
 
 
@@ -267,9 +369,8 @@ def test_unloading_restores_vllm_under_running_engine(engines: Engines) -> None:
     result = engines.submit(unloading_job, STAGE, prompts(6)).result()
     assert result["left"] == []
     assert {
-        "GPUModelRunner.initialize_kv_cache", "GPUModelRunner.load_model", "GPUModelRunner.profile_run",
-        "Scheduler.__init__",
-        "vllm.envs.compile_factors", "finders",
+        "GPUModelRunner.initialize_kv_cache", "Scheduler.__init__",
+        "vllm.envs.compile_factors", "VllmConfig.__post_init__",
     } <= set(result["patched"])  # fmt: skip
     named = {target.rsplit(".", 1)[1] for target in result["objects"]}
     assert {"execute_model", "sample_tokens", "_prepare_inputs", "_sample", "do_kv_cache_update"} <= named
@@ -290,7 +391,7 @@ def cuda_patches_job() -> dict[str, list[str]]:
     from nwor_ops.vllm.recurrent import layer, models
     from nwor_ops.vllm.recurrent import plugin as recurrent
 
-    modules = [*PATCHED_MODULES, *plugin._module_patches(), qwen3_next.__name__]
+    modules = [*PATCHED_MODULES, *{patch.hook.module for patch in plugin.PATCHES}, qwen3_next.__name__]
     on_cpu = [model for model in models.ALL if not any(hook.cuda for hook in model.hooks[:1])]
     modules += [*dict.fromkeys(model.module for model in on_cpu)]
     modules += ["vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.qwen4_exp.nvidia.ple_layer"]
@@ -325,6 +426,5 @@ def test_unloading_restores_cuda_patches(engines: Engines) -> None:
         "layers.QwenGatedDeltaNetAttention",
         "layers.KimiGatedDeltaNetAttention",
         "variables",
-        "finders",
     ):
         assert target in result["patched"]

@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 import os
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import prometheus_client
@@ -102,13 +102,11 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(worker, "PERIOD", 0.0)
     monkeypatch.setattr(worker, "publishers", {})
     monkeypatch.setattr(relay, "publishers", worker.publishers)
-    module: Any = inspect.getmodule(front_end.__globals__["pickle"])
-    assert module is not None
-    from vllm.v1.engine import output_processor
+    from vllm.v1.engine.output_processor import OutputProcessor
 
-    relay.patch_output_module(output_processor, logging.getLogger("nwor"))
+    method = OutputProcessor.update_scheduler_stats
+    monkeypatch.setattr(OutputProcessor, "update_scheduler_stats", relay.receiving(method))
     yield made
-    relay._patches.undo()
     for cached in (relay._counter, relay._gauge):
         cached.cache_clear()
 
@@ -257,7 +255,8 @@ def test_empty_step_copies_last_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Arrival)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     session, runner = CountedSession(), Served()
-    worker.patch_runner_class(Served)
+    Served.execute_model = worker.resting(Served.execute_model)  # type: ignore[method-assign]
+    Served.sample_tokens = worker.attaching(Served.sample_tokens)  # type: ignore[method-assign]
     empty = SimpleNamespace(total_num_scheduled_tokens=0)
     assert runner.execute_model(empty) == "executed"  # of an engine without a feature
     publisher = worker.publishers[runner] = session.publisher()  # type: ignore[index]
@@ -341,9 +340,8 @@ def test_which_schedulers_relay(nwor: dict[str, Any], relays: bool) -> None:
             super().__init__()
             self.vllm_config.additional_config = {"nwor": nwor}
 
-    module: Any = SimpleNamespace(Scheduler=Other, logger=logging.getLogger())
-    for _ in range(2):
-        relay.patch_scheduler_module(module)
+        __init__ = relay.relaying(__init__)
+
     assert ("update_from_output" in vars(Other())) is relays
 
 
@@ -356,21 +354,16 @@ class Runner:
     vllm_config = SimpleNamespace(additional_config={})
 
 
-def test_warm_up_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of vLLM's two warm-ups runs steps with windows."""
+def test_warm_up_is_left_out() -> None:
+    """A warm-up runs steps with windows."""
     runner, session = Runner(), CountedSession()
-    module: Any = ModuleType("vllm.v1.worker.gpu.warmup")
-    names = ("warmup_kernels", "run_mixed_prefill_decode_warmup")
-    for name in names:
-        setattr(module, name, lambda model_runner, *_: session.step() or "warm")
-    plugin._patch_warmup_module(module)
+    warm_up = worker.warming(lambda model_runner, *_: session.step() or "warm")
     worker.publishers[runner] = session.publisher()
-    for name in names:
-        assert getattr(module, name)(runner, None, None) == "warm"
-        assert getattr(module, name)(Runner(), None, None) == "warm"  # of an engine without a feature
-        worker.publishers[runner].forget()
-        session.step()
-        assert relay.totals().windows == 1
+    assert warm_up(runner, None, None) == "warm"
+    assert warm_up(Runner(), None, None) == "warm"  # of an engine without a feature
+    worker.publishers[runner].forget()
+    session.step()
+    assert relay.totals().windows == 1
 
 
 def test_sleeping_engine_keeps_its_counts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -380,6 +373,7 @@ def test_sleeping_engine_keeps_its_counts(monkeypatch: pytest.MonkeyPatch, caplo
         def __init__(self, model_runner: Any) -> None:
             self.model_runner = model_runner
 
+        @plugin._sleeping
         def sleep(self, level: int) -> str:
             calls.append(f"sleep {level}")
             skipped.counter = None  # released
@@ -400,10 +394,8 @@ def test_sleeping_engine_keeps_its_counts(monkeypatch: pytest.MonkeyPatch, caplo
     state.builders, state._skipped, state._slept = [SimpleNamespace(steps=5, host_seconds=0.0)], skipped, None
     monkeypatch.setitem(plugin._sessions, runner, session)
     monkeypatch.setitem(plugin.recurrent._engines, runner, state)
-    module: Any = SimpleNamespace(Worker=Worker)
-    plugin._patch_worker_module(module)
-    assert module.Worker(runner).sleep(level=2) == "asleep"
-    assert module.Worker(Runner()).sleep(1) == "asleep"  # of an engine without a feature
+    assert Worker(runner).sleep(level=2) == "asleep"
+    assert Worker(Runner()).sleep(1) == "asleep"  # of an engine without a feature
     assert calls == ["go_to_sleep", "sleep 2", "sleep 1"]
     assert state.counts(*state.counter.tolist())["recurrent_skipped_requests"] == 3
     [record] = caplog.records

@@ -13,13 +13,6 @@ from nwor_ops.config import NworConfig
 from nwor_ops.vllm.environment import settings_of
 
 
-def test_off_patches_only_the_check_of_the_configuration(engines: Engines) -> None:
-    result = engines.run(prompts(2), max_tokens=8)
-    assert result["session"] is None
-    assert result["wrapped"] == ["class initialize_kv_cache"]
-    assert not any(layer["wrapped"] for layer in result["layers"].values())
-
-
 def test_one_switch_turns_everything_off(engines: Engines) -> None:
     """No other setting is read, so an invalid one does not keep the engine from starting."""
     environment = {"VLLM_NWOR": "off", "VLLM_NWOR_MODE": "cow", "VLLM_NWOR_RECURRENT": "1", "VLLM_NWOR_NO_SUCH": "1"}

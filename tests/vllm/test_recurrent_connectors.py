@@ -4,6 +4,7 @@ An engine does not take pages with another layout for its own."""
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 import torch
 from processes import environment, interpreted
 
+from nwor_ops.config import NworConfig
 from nwor_ops.vllm.recurrent import connectors, supported
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.support.connectors import CONNECTORS
@@ -74,12 +76,16 @@ def wrapped(connector: str, **contents: Any) -> Any:
     name = supported.CONNECTOR_HOOKS[connector].module
     module = ModuleType(name)
     vars(module).update(contents)
-    connectors.PATCHES[name](module)
+    for patch in connectors.PATCHES:
+        if patch.hook.module == name:
+            patch.apply(module, NworConfig(), logging.getLogger())
     return module
 
 
 def test_each_sharing_connector_has_a_hook() -> None:
-    assert {hook.module for hook in supported.CONNECTOR_HOOKS.values()} == set(connectors.PATCHES)
+    assert {hook.module for hook in supported.CONNECTOR_HOOKS.values()} == {
+        patch.hook.module for patch in connectors.PATCHES
+    }
     assert {name for name in supported.CONNECTOR_HOOKS if CONNECTORS[name].recurrent} == set()
     for hook in supported.CONNECTOR_HOOKS.values():
         assert hook.problem() is None

@@ -202,10 +202,8 @@ def test_vllms_warm_up_uses_no_shadow_page(
 
     from nwor_ops.vllm import plugin
 
-    for name in ("warmup_kernels", "run_mixed_prefill_decode_warmup"):
-        monkeypatch.setattr(warmup, name, getattr(warmup, name))  # restored after the test
+    monkeypatch.setattr(warmup, warm_up, plugin._warming(getattr(warmup, warm_up)))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    plugin._module_patches()["vllm.v1.worker.gpu.warmup"](warmup)
     arguments = (lambda output: shadow.check(output), lambda grammar: None)
     if warm_up != "warmup_kernels":
         arguments += (128,)
@@ -216,7 +214,7 @@ def test_vllms_warm_up_uses_no_shadow_page(
         getattr(warmup, warm_up)(runner, *arguments)
     audit = CacheAudit([], max_num_tokens=512)
     monkeypatch.setitem(plugin._sessions, runner, SimpleNamespace(shadow_blocks=shadow, listeners=(audit,)))
-    monkeypatch.setattr(plugin, "_logger", logging.getLogger)
+    monkeypatch.setattr(plugin, "vllm_logger", logging.getLogger)
     with caplog.at_level(logging.INFO):
         getattr(warmup, warm_up)(runner, *arguments)
     told = "nwor: vLLM's warm-up was audited, 0 steps with drafts"

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
-from nwor_ops.vllm.environment import settings_of
-from nwor_ops.vllm.hooks import Hook, Patches, check_library, check_vllm
+from nwor_ops.vllm.environment import settings_of, vllm_logger
+from nwor_ops.vllm.hooks import Hook, check_library, check_vllm
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS
 from nwor_ops.vllm.support.refusals import Check, Unsupported, check_engine
 
@@ -90,7 +89,6 @@ V1_HOOKS = (
 # All hooks, for checks without an engine.
 HOOKS = (*V2_HOOKS, *(hook for hook in V1_HOOKS if hook not in _SHARED_HOOKS))
 
-_patches = Patches(DRAFT_GRAPHS)
 _drafters: weakref.WeakSet[Any] = weakref.WeakSet()  # GraphedDrafter
 
 
@@ -134,18 +132,14 @@ def refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
 # ---------------------------------------------------------------- patches
 
 
-def patch_runner_module(module: ModuleType, logger: Any) -> None:
-    """Patch the V2 runner's module so that it creates our speculator if its engine's configuration asks for it."""
+def creating(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a patch of ``init_speculator``: it creates our speculator if its engine's configuration asks for it."""
 
-    def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
-        def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
-            speculator = _own_speculator(vllm_config, device, req_states, logger)
-            return speculator if speculator is not None else original(vllm_config, device, req_states)
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        speculator = _own_speculator(vllm_config, device, req_states, vllm_logger())
+        return speculator if speculator is not None else original(vllm_config, device, req_states)
 
-        return init_speculator
-
-    if module.__name__ == RUNNER_MODULE:
-        _patches.put_once(module, "init_speculator", decorator, V2_HOOKS[0].signature)
+    return init_speculator
 
 
 def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any) -> Any:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
 from nwor_ops.drafter.vocabulary import DraftVocabulary
-from nwor_ops.vllm.environment import settings_of
+from nwor_ops.vllm.environment import settings_of, vllm_logger
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import Hook, Patches, check_library, check_vllm
 from nwor_ops.vllm.metrics.names import by_reason
@@ -52,7 +51,6 @@ HOOKS = (
 
 _ATTRIBUTE = "nwor_draft_vocabulary"  # of a speculator
 _TRIAL_LOGITS = 7
-_patches = Patches(DRAFT_VOCABULARY)
 _owners: weakref.WeakSet[SpeculatorVocabulary] = weakref.WeakSet()
 
 
@@ -74,32 +72,30 @@ def vocabulary_of(runner: Any) -> SpeculatorVocabulary | None:
     return owner if owner is not None and owner.vocabularies else None
 
 
-# ---------------------------------------------------------------- patches of vLLM's modules
+# ---------------------------------------------------------------- patches of the V2 runner's module
 
 
-def patch_runner_module(module: ModuleType, logger: Any) -> None:
-    """Patch the V2 runner's module so that a new speculator gets a draft vocabulary if its engine asks for one."""
+def creating(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a patch of ``init_speculator``: its speculator gets a draft vocabulary if the engine asks for one."""
 
-    def creating(original: Callable[..., Any]) -> Callable[..., Any]:
-        def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
-            speculator = original(vllm_config, device, req_states)
-            _attach(speculator, vllm_config, device, logger)
-            return speculator
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        speculator = original(vllm_config, device, req_states)
+        _attach(speculator, vllm_config, device, vllm_logger())
+        return speculator
 
-        return init_speculator
+    return init_speculator
 
-    def reloading(original: Callable[..., Any]) -> Callable[..., Any]:
-        def reset_lora_state(self: Any) -> None:  # vLLM calls it after each change of weights
-            original(self)
-            vocabulary = vocabulary_of(self)
-            if vocabulary is not None:
-                vocabulary.reload()
 
-        return reset_lora_state
+def reloading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a patch of ``reset_lora_state``, which vLLM calls after each change of weights."""
 
-    if module.__name__ == RUNNER_MODULE:
-        _patches.put_once(module, "init_speculator", creating, HOOKS[0].signature)
-        _patches.put_once(module.GPUModelRunner, "reset_lora_state", reloading, HOOKS[1].signature)
+    def reset_lora_state(self: Any) -> None:
+        original(self)
+        vocabulary = vocabulary_of(self)
+        if vocabulary is not None:
+            vocabulary.reload()
+
+    return reset_lora_state
 
 
 def check_config(vllm_config: Any, device_type: str) -> None:

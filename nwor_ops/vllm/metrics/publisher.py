@@ -28,13 +28,11 @@ import torch
 from torch import Tensor
 
 from nwor_ops.vllm.errors import Errors
-from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.metrics.names import by_reason
 
 MESSAGE = "_nwor_message"  # attribute of a ModelRunnerOutput
 _OUTPUT = ("model_runner_output", "_model_runner_output")  # with async scheduling: where the ModelRunnerOutput is
 PERIOD = 0.5  # seconds between two messages, and between two copies of the counters
-_patches = Patches("publisher")
 
 publishers: weakref.WeakKeyDictionary[Any, Publisher] = weakref.WeakKeyDictionary()  # by runner
 
@@ -236,27 +234,37 @@ def forget(runner: Any) -> None:
             publisher.forget()
 
 
-def patch_runner_class(runner_class: Any) -> None:
-    """Patch a ``GPUModelRunner``: its publisher gets the output of each step that sampled, and each empty step."""
+def attaching(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a patch of a runner's ``sample_tokens``: its publisher gets the output of each step that sampled."""
 
-    def attaching(original: Callable[..., Any]) -> Callable[..., Any]:
-        def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(self, *args, **kwargs)
-            publisher = publishers.get(self)
-            if publisher is not None:
-                publisher.attach(output)
-            return output
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        publisher = publishers.get(self)
+        if publisher is not None:
+            publisher.attach(output)
+        return output
 
-        return sample_tokens
+    return sample_tokens
 
-    def resting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(self, scheduler_output, *args, **kwargs)
-            if scheduler_output.total_num_scheduled_tokens == 0 and self in publishers:
-                publishers[self].rest()
-            return output
 
-        return execute_model
+def resting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a patch of a runner's ``execute_model``: its publisher learns of each empty step."""
 
-    _patches.put_once(runner_class, "sample_tokens", attaching)
-    _patches.put_once(runner_class, "execute_model", resting)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, scheduler_output, *args, **kwargs)
+        if scheduler_output.total_num_scheduled_tokens == 0 and self in publishers:
+            publishers[self].rest()
+        return output
+
+    return execute_model
+
+
+def warming(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a patch of a warm-up of the V2 runner: its counts are left out."""
+
+    def warm_up(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(model_runner, *args, **kwargs)
+        forget(model_runner)
+        return result
+
+    return warm_up

@@ -16,18 +16,20 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from nwor_ops.transaction.counters import EngineStats
-from nwor_ops.vllm.environment import settings_of
+from nwor_ops.vllm.environment import settings_of, vllm_logger
 from nwor_ops.vllm.errors import Errors
-from nwor_ops.vllm.hooks import Patches
+from nwor_ops.vllm.hooks import Hook, Patches
 from nwor_ops.vllm.metrics.names import BY_REASON, INFO, MEMORY, METRICS
 from nwor_ops.vllm.metrics.publisher import MESSAGE, publishers, sum_of
 
 _KEY = "nwor:"
 _LABELS = ("model_name", "engine")  # as vLLM's own metrics
+UPDATE_HOOK = Hook(
+    "vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", "scheduler_output, model_runner_output"
+)
 _patches = Patches("relay of counters")
 _received: dict[str, Counter[str]] = {}  # by name of the publisher
 
@@ -45,7 +47,7 @@ class Relay:
     def __init__(self, scheduler: Any, logger: Any) -> None:
         self._logger, self._errors = logger, Errors(logger, "without publishing counters")
         self._waits = True  # for the first message
-        _patches.put_methods(scheduler, self, ["update_from_output"])
+        _patches.put_methods(scheduler, self, ["update_from_output"], UPDATE_HOOK.signature)
 
     def update_from_output(self, update: Callable[..., Any], scheduler_output: Any, model_runner_output: Any) -> Any:
         """Run vLLM's update of a step, and pass on the message of its output."""
@@ -74,41 +76,35 @@ def _put(outputs: dict[int, Any], message: str) -> None:
     chosen.scheduler_stats.waiting_lora_adapters[_KEY + message] = 0
 
 
-def patch_scheduler_module(module: ModuleType) -> None:
-    """Patch vLLM's scheduler so that each new one passes messages on, if its engine publishes metrics."""
+def relaying(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a patch of the scheduler's ``__init__``: it passes messages on if its engine publishes metrics."""
 
-    def decorator(original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            config = settings_of(self.vllm_config)
-            if config.wants_feature and config.emit_metrics:
-                with Errors(module.logger, "without our metrics").survived("receiving counters failed"):
-                    Relay(self, module.logger)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if settings_of(self.vllm_config).wants_metrics:
+            logger = vllm_logger()
+            with Errors(logger, "without our metrics").survived("receiving counters failed"):
+                Relay(self, logger)
 
-        return __init__
-
-    _patches.put_once(getattr(module, "Scheduler", None), "__init__", decorator)
+    return __init__
 
 
 # ---------------------------------------------------------------- front end
 
 
-def patch_output_module(module: ModuleType, logger: Any) -> None:
-    """Patch the class that gets the engine core's outputs in the front end, so that it takes our messages out."""
-    errors = Errors(logger, "without our metrics")
+def receiving(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a patch of the method that gets the engine core's outputs in the front end. It takes our messages out."""
+    errors = Errors(vllm_logger(), "without our metrics")
 
-    def decorator(original: Callable[..., None]) -> Callable[..., None]:
-        def update_scheduler_stats(self: Any, scheduler_stats: Any) -> None:
-            adapters = scheduler_stats.waiting_lora_adapters if scheduler_stats is not None else {}
-            for key in [key for key in adapters if key.startswith(_KEY)]:
-                del adapters[key]
-                with errors.survived("receiving counters failed"):
-                    receive(key.removeprefix(_KEY))
-            original(self, scheduler_stats)
+    def update_scheduler_stats(self: Any, scheduler_stats: Any) -> None:
+        adapters = scheduler_stats.waiting_lora_adapters if scheduler_stats is not None else {}
+        for key in [key for key in adapters if key.startswith(_KEY)]:
+            del adapters[key]
+            with errors.survived("receiving counters failed"):
+                receive(key.removeprefix(_KEY))
+        original(self, scheduler_stats)
 
-        return update_scheduler_stats
-
-    _patches.put_once(getattr(module, "OutputProcessor", None), "update_scheduler_stats", decorator)
+    return update_scheduler_stats
 
 
 def receive(message: str) -> None:

@@ -19,14 +19,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from nwor_ops.vllm.hooks import Decorator, Patches
+from nwor_ops.vllm.hooks import ModulePatch
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import CONNECTOR_HOOKS, uses_recurrent
-
-_patches = Patches("recurrent: connectors")
 
 
 def layout_of(vllm_config: Any) -> str:
@@ -42,73 +39,56 @@ def layout_of(vllm_config: Any) -> str:
     return f"recurrent-{form}{geometry.rows}x{geometry.num_bytes}"
 
 
-def _wrap_offloading(module: ModuleType) -> None:
-    def decorator(build: Callable[..., Any]) -> Callable[..., Any]:
-        def build_offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:
-            config, layout = build(vllm_config, kv_cache_config), layout_of(vllm_config)
-            if not layout:
-                return config
-            model = dataclasses.replace(config.model, name=f"{config.model.name}+{layout}")
-            return dataclasses.replace(config, model=model)
+def _offloading(build: Callable[..., Any]) -> Callable[..., Any]:
+    def build_offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:
+        config, layout = build(vllm_config, kv_cache_config), layout_of(vllm_config)
+        if not layout:
+            return config
+        model = dataclasses.replace(config.model, name=f"{config.model.name}+{layout}")
+        return dataclasses.replace(config, model=model)
 
-        return build_offloading_config
-
-    _put(module, "OffloadingConnector", decorator)
+    return build_offloading_config
 
 
-def _wrap_nixl(module: ModuleType) -> None:
-    def decorator(compute: Callable[..., str]) -> Callable[..., str]:
-        def compute_nixl_compatibility_hash(vllm_config: Any, *args: Any, **kwargs: Any) -> str:
-            layout = layout_of(vllm_config)
-            found = compute(vllm_config, *args, **kwargs)
-            return f"{found}+{layout}" if layout else found
+def _nixl(compute: Callable[..., str]) -> Callable[..., str]:
+    def compute_nixl_compatibility_hash(vllm_config: Any, *args: Any, **kwargs: Any) -> str:
+        layout = layout_of(vllm_config)
+        key = compute(vllm_config, *args, **kwargs)
+        return f"{key}+{layout}" if layout else key
 
-        return compute_nixl_compatibility_hash
-
-    _put(module, "NixlConnector", decorator)
+    return compute_nixl_compatibility_hash
 
 
-def _wrap_store(module: ModuleType) -> None:
-    def decorator(initialize: Callable[..., None]) -> Callable[..., None]:
-        def __init__(self: Any, vllm_config: Any, kv_cache_config: Any) -> None:
-            layout = layout_of(vllm_config)
-            if layout:
-                extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-                prefix = str(extra.get("cache_prefix", ""))
-                if not prefix.endswith(layout):  # a second worker of the same configuration
-                    extra["cache_prefix"] = "+".join(filter(None, [prefix, layout]))
-            initialize(self, vllm_config, kv_cache_config)
+def _store(initialize: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, vllm_config: Any, kv_cache_config: Any) -> None:
+        layout = layout_of(vllm_config)
+        if layout:
+            extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+            prefix = str(extra.get("cache_prefix", ""))
+            if not prefix.endswith(layout):  # a second worker of the same configuration
+                extra["cache_prefix"] = "+".join(filter(None, [prefix, layout]))
+        initialize(self, vllm_config, kv_cache_config)
 
-        return __init__
-
-    _put(module, "MooncakeStoreConnector", decorator)
+    return __init__
 
 
-def _wrap_mooncake(module: ModuleType) -> None:
-    def decorator(register: Callable[..., None]) -> Callable[..., None]:
-        def register_kv_caches(self: Any, kv_caches: Any) -> None:
-            register(self, kv_caches)
-            layout = layout_of(self.vllm_config)
-            if layout:
-                self.registered_layer_names[:] = [f"{name}+{layout}" for name in self.registered_layer_names]
+def _mooncake(register: Callable[..., None]) -> Callable[..., None]:
+    def register_kv_caches(self: Any, kv_caches: Any) -> None:
+        register(self, kv_caches)
+        layout = layout_of(self.vllm_config)
+        if layout:
+            self.registered_layer_names[:] = [f"{name}+{layout}" for name in self.registered_layer_names]
 
-        return register_kv_caches
-
-    _put(module, "MooncakeConnector", decorator)
+    return register_kv_caches
 
 
-def _put(module: ModuleType, connector: str, decorator: Decorator) -> None:
-    """Patch the function of a connector. Its hook names it."""
-    hook = CONNECTOR_HOOKS[connector]
-    *classes, name = hook.name.split(".")
-    owner = getattr(module, classes[0], None) if classes else module
-    _patches.put_once(owner, name, decorator, hook.signature)
-
-
-# Patches by vLLM module. Each runs once vLLM has imported the module.
-PATCHES: dict[str, Callable[[ModuleType], None]] = {
-    CONNECTOR_HOOKS["OffloadingConnector"].module: _wrap_offloading,
-    CONNECTOR_HOOKS["NixlConnector"].module: _wrap_nixl,
-    CONNECTOR_HOOKS["MooncakeStoreConnector"].module: _wrap_store,
-    CONNECTOR_HOOKS["MooncakeConnector"].module: _wrap_mooncake,
-}
+# Made in engines with one state, once vLLM has imported the connector's module.
+PATCHES = tuple(
+    ModulePatch(CONNECTOR_HOOKS[connector], decorator, "recurrent: connectors", lambda config: bool(config.recurrent))
+    for connector, decorator in (
+        ("OffloadingConnector", _offloading),
+        ("NixlConnector", _nixl),
+        ("MooncakeStoreConnector", _store),
+        ("MooncakeConnector", _mooncake),
+    )
+)

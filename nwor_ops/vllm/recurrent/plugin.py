@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from nwor_ops.recurrent.cursors import Cursors, SkippedRequests
-from nwor_ops.vllm import metrics
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
+from nwor_ops.vllm.metrics import publisher
 from nwor_ops.vllm.recurrent.block_reuse import BlockOwners, to_device
 from nwor_ops.vllm.recurrent.group import GroupLayers
 from nwor_ops.vllm.recurrent.models import model_of
@@ -308,7 +308,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     _engines[runner] = RecurrentEngine(
         runner, builders, geometry, cursors.skipped, aligned, owners, folds_tails, patches
     )
-    metrics.publish(runner, _engines[runner], RecurrentEngine.counts, lambda state: state.counter)
+    publisher.publish(runner, _engines[runner], RecurrentEngine.counts, lambda state: state.counter)
     logger.info("nwor: recurrent: active: %s", _engines[runner].describe())
 
 

@@ -28,7 +28,7 @@ RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 
 _CONTEXT = "vllm.v1.worker.mamba_utils"
 _BUILDER = "vllm.v1.attention.backends.gdn_attn"
-
+LOAD_MODEL = Hook(RUNNER_MODULE, "GPUModelRunner.load_model", "load_dummy_weights, args, model, kwargs")
 
 # vLLM functions that this plugin overrides, calls or relies on for every layer class.
 _COMMON_HOOKS = (
@@ -70,7 +70,7 @@ _COMMON_HOOKS = (
         cuda=True,
     ),
     Hook("vllm.platforms.interface", "Platform._align_hybrid_block_size", "vllm_config, backend_cls"),
-    Hook(RUNNER_MODULE, "GPUModelRunner.load_model", "load_dummy_weights, args, model, kwargs"),
+    LOAD_MODEL,
 )  # fmt: skip
 HOOKS = (*dict.fromkeys(hook for model in models.ALL for hook in (model.recurrence, *model.hooks)), *_COMMON_HOOKS)
 

@@ -12,15 +12,15 @@ receive a shadow page either.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
 from nwor_ops.vllm.environment import settings_of
-from nwor_ops.vllm.hooks import Hook, Patches
+from nwor_ops.vllm.hooks import Hook
 from nwor_ops.vllm.support.refusals import ALL_RECURRENT, SMALL_CACHE, Unsupported
 from nwor_ops.vllm.transaction.supported import check_transaction, is_recurrent
 
@@ -33,8 +33,6 @@ HOOKS = (
     ),
     Hook("vllm.v1.core.kv_cache_utils", "get_max_concurrency_for_kv_cache_config", "vllm_config, kv_cache_config"),
 )
-_WARM_UPS = ("warmup_kernels", "run_mixed_prefill_decode_warmup")
-_patches = Patches("shadow pages")
 
 
 @dataclass(frozen=True)
@@ -121,16 +119,13 @@ def shadow_blocks(vllm_config: Any, kv_cache_config: Any) -> ShadowBlocks:
     return shadow
 
 
-def patch_scheduler_module(module: ModuleType) -> None:
-    """Patch vLLM's scheduler: in mode ``"stage"`` it starts with a cache without the shadow pages."""
+def withholding(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a patch of the scheduler's ``__init__``: in mode ``"stage"`` it gets a cache without the shadow pages."""
 
-    def decorator(original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(self: Any, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, vllm_config, _without_shadow_blocks(vllm_config, kv_cache_config), *args, **kwargs)
+    def __init__(self: Any, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, _without_shadow_blocks(vllm_config, kv_cache_config), *args, **kwargs)
 
-        return __init__
-
-    _patches.put_once(getattr(module, "Scheduler", None), "__init__", decorator)
+    return __init__
 
 
 def _without_shadow_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
@@ -162,25 +157,15 @@ def _smaller(kv_cache_config: Any, shadow: ShadowBlocks) -> Any:
     return smaller
 
 
-def patch_warmup_module(module: ModuleType, shadow_blocks_of: Callable[[Any], ShadowBlocks | None]) -> None:
-    """Patch vLLM's warm-up of a V2 runner so that it uses no shadow page.
+@contextlib.contextmanager
+def withheld(runner: Any, shadow: ShadowBlocks) -> Iterator[None]:
+    """Hide the shadow pages from vLLM's warm-up of a V2 runner.
 
     The warm-up invents as many requests as the runner's cache has blocks for.
     """
-
-    def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
-        def warm_up(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
-            shadow = shadow_blocks_of(model_runner)
-            if shadow is None:
-                return original(model_runner, *args, **kwargs)
-            whole = model_runner.kv_cache_config
-            model_runner.kv_cache_config = _smaller(whole, shadow)
-            try:
-                return original(model_runner, *args, **kwargs)
-            finally:
-                model_runner.kv_cache_config = whole
-
-        return warm_up
-
-    for name in _WARM_UPS:
-        _patches.put_once(module, name, decorator)
+    whole = runner.kv_cache_config
+    runner.kv_cache_config = _smaller(whole, shadow)
+    try:
+        yield
+    finally:
+        runner.kv_cache_config = whole

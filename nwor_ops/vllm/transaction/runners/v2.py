@@ -19,6 +19,14 @@ from nwor_ops.vllm.transaction.session import Session, Step
 
 _MODULE = "vllm.v1.worker.gpu.model_runner"
 _WARM_UP = "vllm.v1.worker.gpu.warmup"
+WARM_UPS = (
+    Hook(_WARM_UP, "warmup_kernels", "model_runner, worker_execute_model, worker_sample_tokens"),
+    Hook(
+        _WARM_UP,
+        "run_mixed_prefill_decode_warmup",
+        "model_runner, worker_execute_model, worker_sample_tokens, num_tokens, mixed_step_context, req_id_prefix",
+    ),
+)
 
 
 class V2(RunnerAttachment):
@@ -33,12 +41,7 @@ class V2(RunnerAttachment):
             execute_model="scheduler_output, intermediate_tensors, dummy_run, skip_attn_for_dummy_run, is_profile, "
             "context_len, valid_dummy_state_slots, randomize_inputs",
         ),
-        Hook(_WARM_UP, "warmup_kernels", "model_runner, worker_execute_model, worker_sample_tokens"),
-        Hook(
-            _WARM_UP,
-            "run_mixed_prefill_decode_warmup",
-            "model_runner, worker_execute_model, worker_sample_tokens, num_tokens, mixed_step_context, req_id_prefix",
-        ),
+        *WARM_UPS,
     )
     patched = (*RunnerAttachment.patched, "prepare_attn", "sample")
     _batch: Any = None  # the last prepared batch
