@@ -6,11 +6,14 @@ torch >= 2.11.
     nwor_ops/libnwor_cuda.so   whenever nvcc is found; no GPU and no CUDA build of torch is needed
 
 Environment:
-    TORCH_CUDA_ARCH_LIST    architectures, e.g. "9.0" or "8.0;9.0+PTX" (default: the release list)
+    TORCH_CUDA_ARCH_LIST    architectures, e.g. "9.0" or "8.0;9.0+PTX" (default: those of this machine's GPUs; without
+                            GPUs and with NWOR_BUILD_CUDA=1 the release list)
     NWOR_BUILD_CUDA=0       leave the CUDA library out;  =1: fail if nvcc is missing (`make dist`). By default the
                             build fails without nvcc if this machine has an NVIDIA GPU.
     NWOR_BUILD=0            leave both libraries out, for an editable installation of a tree that has them
     NWOR_GLIBC=2.28         link so that the libraries run with that glibc, if this machine's is newer (`make dist`)
+    NWOR_REPO_URL=https://FORGE/OWNER/NAME
+                            home of the project, for the metadata (the release workflow sets it)
     NWOR_SANITIZE=address,undefined
                             compile the CPU library with these sanitizers (`make test-asan`)
     CXX, CUDA_HOME          compilers
@@ -18,6 +21,7 @@ Environment:
 Ninja decides what to compile: sources whose command is new, or that include a changed header.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -46,6 +50,7 @@ CSRC = ROOT / "csrc"
 # Python 3.10 has no reader of TOML.
 MAJOR, MINOR = map(int, re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text()).groups())
 TARGET = f"0x{MAJOR:02x}{MINOR:02x}000000000000"  # the oldest torch whose stable ABI the libraries use
+GPU = runpy.run_path(str(ROOT / "nwor_ops" / "gpu.py"))
 RELEASE_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
 MIN_NVCC = (12, 8)  # the first that knows compute capability 12.0
 COMMON = ["-std=c++17", "-DTORCH_STABLE_ONLY", f"-DTORCH_TARGET_VERSION={TARGET}"]
@@ -141,6 +146,20 @@ def architecture_flags(names: str) -> list[str]:
     return flags
 
 
+def default_architectures(nvcc: str) -> str:
+    """Those of this machine's GPUs. The release list if there are none, if one is not for us, or for a release."""
+    found = GPU["compute_capabilities"]() if os.environ.get("NWOR_BUILD_CUDA") != "1" else []
+    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=False).stdout.split()
+    known = all(float(name) >= 8 and f"sm_{name.replace('.', '')}" in listed for name in found)
+    return ";".join(found) if found and known else RELEASE_ARCHITECTURES
+
+
+def tell_user(sentence: str) -> None:
+    """Print to the terminal. pip shows what a build prints to stdout or stderr only if it fails."""
+    with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+        terminal.write(f"\nnwor_ops: {sentence}\n")
+
+
 class Library(Extension):
     """One shared library; `kind` is "cpu" or "cuda"."""
 
@@ -181,6 +200,7 @@ class BuildLibraries(build_ext):
     def build_extension(self, library: Library) -> None:
         self.torch_folder, torch_version = find_torch()
         self.scratch = pathlib.Path(self.build_temp).resolve() / library.kind
+        self.is_first = not self.scratch.exists()
         self.scratch.mkdir(parents=True, exist_ok=True)
         self.plan = Plan(self.scratch)
         # The versions of torch and the compilers. Ninja does not see them, but every object depends on them.
@@ -252,8 +272,12 @@ class BuildLibraries(build_ext):
         assert nvcc is not None
         host_flags = f"-fPIC,-fvisibility=hidden,-ffile-prefix-map={ROOT}=."
         flags = [*COMMON, "-DUSE_CUDA", "-O3", "-cudart", "static", "-Xcompiler", host_flags, *self.includes()]
-        architectures = architecture_flags(os.environ.get("TORCH_CUDA_ARCH_LIST") or RELEASE_ARCHITECTURES)
-        objects = self.compile_each(sources, [nvcc, *flags, *architectures])
+        names = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(nvcc)
+        if self.is_first:
+            minutes = -(-3 * len(names.split(";")) // (os.cpu_count() or 1))  # measured on 2 cores
+            tell_user(f"compiling CUDA kernels for compute capability {names} (about {minutes} min); "
+                      "TORCH_CUDA_ARCH_LIST chooses others")  # fmt: skip
+        objects = self.compile_each(sources, [nvcc, *flags, *architecture_flags(names)])
         if not (self.torch_folder / "lib" / "libtorch_cuda.so").exists():
             # A CPU build of torch: link against an empty library of that name. Only the name is kept.
             stub = self.scratch / "libtorch_cuda.so"
@@ -300,7 +324,7 @@ def libraries() -> list[Library]:
         if wanted == "1":
             stop(f"NWOR_BUILD_CUDA=1 but {problem}")
         # pip shows what a build prints only if it fails.
-        if gpu := runpy.run_path(str(ROOT / "nwor_ops" / "gpu.py"))["find_gpu"]():
+        if gpu := GPU["find_gpu"]():
             stop(
                 f"this machine has a GPU ({gpu}), but the CUDA library cannot be built: {problem}. "
                 f"Or install the wheel with both libraries, which needs no compiler: pip install {wheel_name()} "
@@ -311,8 +335,22 @@ def libraries() -> list[Library]:
     return [Library("cpu"), Library("cuda")]
 
 
+def metadata() -> dict:
+    """README and links. The package index shows README without the files, so its links lead to the project's home."""
+    home, text = os.environ.get("NWOR_REPO_URL", "").rstrip("/"), (ROOT / "README.md").read_text()
+    if not home:
+        return {"long_description": text, "project_urls": {}}
+    tag = f"v{wheel_name().split('-')[1]}"
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{home}/raw/{tag}/", text)
+    text = re.sub(r"(\]\()(?!https?:|#)", rf"\1{home}/blob/{tag}/", text)
+    urls = {"Source": home, "Issues": f"{home}/issues", "Changelog": f"{home}/blob/{tag}/CHANGELOG.md"}
+    return {"long_description": text, "project_urls": urls}
+
+
 if __name__ == "__main__":
     setup(
+        **metadata(),
+        long_description_content_type="text/markdown",
         ext_modules=libraries(),
         cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
         distclass=BinaryDistribution,

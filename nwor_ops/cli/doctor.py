@@ -109,7 +109,7 @@ def _libraries(gpu: str | None) -> Iterator[Finding]:
 
 
 def _cuda(gpu: str | None) -> Iterator[Finding]:
-    yield Finding(CUDA, "of torch", None, torch.version.cuda or "none, as it is a CPU build")
+    yield Finding(CUDA, "torch", None, f"has CUDA {torch.version.cuda}" if torch.version.cuda else "is a CPU build")
     if not torch.cuda.is_available():
         driver = "a driver is installed" if ctypes.util.find_library("cuda") else "no driver is installed"
         here = "" if gpu is None else f"; this machine has {gpu} (CUDA_VISIBLE_DEVICES= hides it)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -187,6 +188,61 @@ def test_cpu_library_is_built_without_gpu(tmp_path: pathlib.Path, script: str | 
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("['cpu']\n")
     assert "building the CPU library only: nvcc was not found" in done.stdout
+
+
+# ---------------------------------------------------------------- architectures of the CUDA library
+
+NVCC = """#!/bin/sh
+case "$1" in
+--version) echo 'Cuda compilation tools, release 13.0, V13.0.88' ;;
+--list-gpu-code) echo 'sm_75 sm_80 sm_86 sm_90' ;;
+*) exit 1 ;;
+esac
+"""
+
+
+def add_nvcc(folder: pathlib.Path) -> pathlib.Path:
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(NVCC)
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "wanted", "architectures"),
+    [
+        ("9.0 8.6 9.0", "", "8.6;9.0"),
+        ("9.0", "1", None),  # `make dist`
+        ("7.5 9.0", "", None),  # too old for the kernels
+        ("12.0", "", None),  # too new for this nvcc
+        ("[N/A]", "", None),
+        ("", "", None),
+    ],
+)
+def test_gpus_choose_the_architectures(
+    capabilities: str, wanted: str, architectures: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f'[ "$1" = --query-gpu=compute_cap ] && printf "%s\\n" {capabilities}'
+    monkeypatch.setenv("PATH", add_nvidia_smi(tmp_path / "smi", script)["PATH"])
+    monkeypatch.setenv("NWOR_BUILD_CUDA", wanted)
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    expected = setup["RELEASE_ARCHITECTURES"] if architectures is None else architectures
+    assert setup["default_architectures"](str(add_nvcc(tmp_path / "cuda"))) == expected
+
+
+def test_terminal_shows_what_is_compiled(tmp_path: pathlib.Path) -> None:
+    """pip hides both streams of a build, and so does this shell. The nvcc compiles nothing, so the build fails."""
+    tree = Tree(tmp_path / "tree")
+    tree.write("csrc/cuda/three.cu", "")
+    build = f"{shlex.quote(sys.executable)} setup.py -q build_ext --inplace >log 2>&1"
+    variables = {"CUDA_HOME": str(add_nvcc(tmp_path / "cuda").parent.parent), "TORCH_CUDA_ARCH_LIST": "9.0"}
+    variables |= {name: value for name, value in os.environ.items() if name not in {"NWOR_BUILD_CUDA", *variables}}
+    command = [sys.executable, "-c", f"import pty; pty.spawn(['sh', '-c', {build!r}])"]
+    done = subprocess.run(command, cwd=tree.folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, timeout=300, check=True)  # fmt: skip
+    assert "nwor_ops: compiling CUDA kernels for compute capability 9.0 (about " in done.stdout
+    assert "three.cu" in (tree.folder / "log").read_text()
 
 
 # ---------------------------------------------------------------- make dist

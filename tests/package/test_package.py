@@ -83,7 +83,8 @@ def test_no_path_of_the_build_machine(path: pathlib.Path) -> None:
 
 def test_wheel(tmp_path: pathlib.Path) -> None:
     command = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), ".")
-    done = run(*command, NWOR_BUILD_CUDA="0")  # `make build` has compiled it, which takes a minute or two
+    home = "https://forge.example/owner/name"
+    done = run(*command, NWOR_BUILD_CUDA="0", NWOR_REPO_URL=home)  # `make build` has compiled it
     assert done.returncode == 0, done.stdout + done.stderr
     [wheel] = tmp_path.glob("*.whl")
     assert wheel.name == f"nwor_ops-{nwor_ops.__version__}-py3-none-linux_x86_64.whl"
@@ -92,6 +93,13 @@ def test_wheel(tmp_path: pathlib.Path) -> None:
     examples = {f"nwor_ops/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
     assert examples <= set(names), "nwor-ops demo runs them"
     assert not [name for name in names if name.startswith(("meta/", "examples/", "tests/", "csrc/"))]
+    metadata = zipfile.ZipFile(wheel).read(f"nwor_ops-{nwor_ops.__version__}.dist-info/METADATA").decode()
+    fields, _, readme = metadata.partition("\n\n")
+    for field in (f"Project-URL: Source, {home}", "License-Expression: Apache-2.0", "Author: The nwor_ops authors",
+                  "Description-Content-Type: text/markdown", "Provides-Extra: vllm-cpu"):  # fmt: skip
+        assert field in fields.splitlines()
+    assert f"]({home}/raw/v{nwor_ops.__version__}/docs/" in readme
+    assert re.findall(r"\]\((?!https?:|#).*?\)", readme) == []
 
 
 def test_source_tree_in_place_of_package(tmp_path: pathlib.Path) -> None:
