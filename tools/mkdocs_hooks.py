@@ -27,7 +27,10 @@ PAGES = {
     "security.md": "SECURITY.md",
 }
 # Each of these is the only page of its tab. Without a list of pages there is more width for tables.
-WIDE = ("index.md", "operate.md", "benchmarks.md", "glossary.md", "contributing.md", "changelog.md", "security.md")
+WIDE = ("index.md", "quick-start.md", "faq.md", "operate.md", "benchmarks.md", "glossary.md")
+WIDE += ("contributing.md", "changelog.md", "security.md")
+# Pages that a search ranks last: for those who change the code, or know the name of a function.
+RANKED_LAST = ("internals/", "reference/python/", "reference/every-op.md", "contributing.md", "changelog.md")
 
 _FENCE = re.compile(r"^(```+)[^\n]*\n.*?^\1[ ]*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s]+)\)")
@@ -47,6 +50,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     name = page.file.src_uri
     if name in WIDE:
         page.meta["hide"] = ["navigation"]
+    if name.startswith(RANKED_LAST):
+        page.meta["search"] = {"boost": 0.05}
     return for_site(markdown, PAGES.get(name, f"docs/{name}"), name, config.repo_url or "")
 
 
