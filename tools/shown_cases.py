@@ -41,7 +41,7 @@ METHODS = (
     Method("ngram_gpu", v2=("method-v2-ngram_gpu",), v1=("method-v1-ngram_gpu",),
            notes=_COW | {"cpu": "vLLM has it only on CUDA"}),
     Method("suffix", v1=("method-v1-suffix",), notes=_V1_ONLY | {
-           "cpu": "passed by hand: `test_suffix` needs `arctic-inference`, which CI does not have"}),
+           "cpu": "passed by hand: it needs `arctic-inference`"}),
     Method("custom_class", cpu=("test_custom_class",), notes=_V1_ONLY),
     Method("draft_model", v2=("v2-flash-draft_model",), v1=("v1-flash-draft_model",),
            cpu=("test_draft_model_layers_are_left_alone",)),
@@ -89,9 +89,9 @@ PARALLEL_MODES = (
                  cpu=("test_a_rank_keeps_accepted_rows",),
                  notes={"v1": "refused", "cpu": "without an engine, because it would be refused"}),
     ParallelMode("several nodes, by vLLM's multiprocess launcher",
-                 v2=(*_both("nodes2-tp2-v2"), "nodes2-pp2-v2"), notes={"v1": "not tested", "cpu": "not tested"}),
+                 v2=(*_both("nodes2-tp2-v2"), "nodes2-pp2-v2"), notes={"v1": "no", "cpu": "no"}),
     ParallelMode("Ray", cpu=("test_serve_counts_for_ray_workers",),
-                 notes={"v2": "not tested", "v1": "not tested", "cpu": "tensor parallel 2, workers on another node"}),
+                 notes={"v2": "no", "v1": "no", "cpu": "tensor parallel 2, workers on another node"}),
 )
 # fmt: on
 
@@ -101,8 +101,8 @@ PARALLEL_MODES = (
 
 @dataclass(frozen=True)
 class ConnectorTests:
-    """The test of a KV connector with the transaction, and its cases of tests/support/gpu_cases.py with one recurrent
-    state per request. Empty: not tested; only vLLM's source was read."""
+    """Whether tests/vllm/test_connectors.py or test_connectors_gpu.py runs a KV connector with the transaction, and its
+    cases of tests/support/gpu_cases.py with ``recurrent``. Empty: not tested; only vLLM's source was read."""
 
     transaction: str = ""
     recurrent: tuple[str, ...] = ()
@@ -112,16 +112,15 @@ def _offloaded(name: str) -> tuple[str, ...]:
     return tuple(f"one-state-connector-{name}{more}" for more in ("", "-mtp", "-8"))
 
 
-_LOADS = "`test_connectors.py`, `test_connectors_gpu.py`"
 # fmt: off
 CONNECTOR_TESTS = {
-    "ExampleConnector": ConnectorTests(_LOADS),
-    "MultiConnector": ConnectorTests("`test_connectors.py`"),
-    "OffloadingConnector": ConnectorTests("`test_connectors_gpu.py`", _offloaded("offloading")),
+    "ExampleConnector": ConnectorTests("yes"),
+    "MultiConnector": ConnectorTests("yes, on a CPU"),
+    "OffloadingConnector": ConnectorTests("yes", _offloaded("offloading")),
     "SimpleCPUOffloadConnector": ConnectorTests(
-        _LOADS, (*_offloaded("simple-cpu"), "one-state-connector-default")),
-    "LMCacheMPConnector": ConnectorTests("no test; by hand on a CPU, vLLM 0.32"),
-    "LMCacheConnectorV1": ConnectorTests("`test_connectors_gpu.py`, tokens not compared"),
+        "yes", (*_offloaded("simple-cpu"), "one-state-connector-default")),
+    "LMCacheMPConnector": ConnectorTests("by hand, on a CPU with vLLM 0.32"),
+    "LMCacheConnectorV1": ConnectorTests("yes, tokens not compared"),
     "NixlConnector": ConnectorTests(recurrent=("one-state-pd-nixl", "one-state-pd-nixl-align")),
 }
 # fmt: on

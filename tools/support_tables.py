@@ -60,9 +60,9 @@ def supported() -> str:
             "",
             "CUDA, runner V1 or V2",
             "CPU engine",
-            "draft graphs (CUDA)",
-            "one recurrent state (CUDA, V2)",
-            "draft vocabulary (CUDA, V2)",
+            "`draft_graphs` (CUDA)",
+            "`recurrent` (CUDA, V2)",
+            "`draft_vocabulary` (CUDA, V2)",
         ),
         ("---",) * 6,
         (
@@ -89,7 +89,7 @@ def supported() -> str:
         ),
         ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS), "any", "any"),
     )
-    models = f"One recurrent state is supported for these models: {_code(MODELS)}."
+    models = f"`recurrent` supports these models: {_code(MODELS)}."
     return "\n".join((*(_row(*row) for row in rows), "", models))
 
 
@@ -97,24 +97,17 @@ def methods() -> str:
     """Return how many methods of drafting of the newest vLLM are tested, and the test of each."""
     newest = SUPPORTED_VERSIONS[TRANSACTION][-1]
     there = [method for method in METHODS if newest in method.versions]
-    shown = sum(method.is_shown for method in there)
+    shown, passed = sum(method.is_shown for method in there), passed_cases()
     rows: list[tuple[str, ...]] = [("method", "CUDA, V2", "CUDA, V1", "CPU engine"), ("---",) * 4]
     for method in METHODS:
         name = _code([method.name])
         if newest not in method.versions:
             name += f" (vLLM {', '.join(method.versions)})"
-        rows.append((name, *(_shown(method, engine) for engine in ("v2", "v1", "cpu"))))
+        rows.append((name, *(_ran(method, engine, passed) for engine in ("v2", "v1", "cpu"))))
     on_cuda = sum(bool(method.v2 or method.v1) for method in there)
     covered = "all" if shown == len(there) else shown
     said = f"vLLM {newest} has {len(there)} ways to draft. Tests cover {covered} of them, {on_cuda} on CUDA:"
     return "\n".join((said, "", *(_row(*row) for row in rows)))
-
-
-def _shown(method: Method, engine: str) -> str:
-    tests, note = getattr(method, engine), method.notes.get(engine, "")
-    if tests:
-        return f"tested: {_code(tests)}" + (f" ({note})" if note else "")
-    return note
 
 
 def parallel() -> str:
@@ -164,12 +157,14 @@ def outcomes() -> str:
     return "\n".join(_row(*row) for row in rows)
 
 
-def _ran(mode: ParallelMode, engine: str, passed: set[str]) -> str:
+def _ran(mode: Method | ParallelMode, engine: str, passed: set[str]) -> str:
     tests, note = getattr(mode, engine), mode.notes.get(engine, "")
-    ran = [name for name in tests if engine == "cpu" or name in passed]
-    other = [name for name in tests if name not in ran]
-    said = [f"tested: {_code(ran)}" if ran else "", f"not tested: {_code(other)}" if other else "", note]
-    return "; ".join(filter(None, said))
+    return "; ".join(filter(None, (_share(tests, set(tests) if engine == "cpu" else passed), note)))
+
+
+def _share(cases: Iterable[str], passed: set[str]) -> str:
+    """Return whether all of these cases passed, some of them or none; an empty string if there are none."""
+    return {(): "", (True,): "yes", (False,): "no"}.get(tuple({case in passed for case in cases}), "in part")
 
 
 def refused() -> str:
@@ -181,9 +176,9 @@ def refused() -> str:
             modes += f" ({refusal.engines})"
         reasons = (
             (modes, refusal.transaction),
-            ("draft graphs", refusal.draft_graphs),
-            ("one recurrent state", refusal.recurrent),
-            ("draft vocabulary", refusal.draft_vocabulary),
+            ("`draft_graphs`", refusal.draft_graphs),
+            ("`recurrent`", refusal.recurrent),
+            ("`draft_vocabulary`", refusal.draft_vocabulary),
         )
         said = "<br>".join(f"{feature}: {reason}" for feature, reason in reasons if reason)
         rows.append((refusal.feature, said, f"`{refusal.change}`" if refusal.change else ""))
@@ -207,7 +202,7 @@ def connectors() -> str:
     transaction: dict[tuple[str, ...], list[str]] = {}
     recurrent: dict[tuple[str, ...], list[str]] = {}
     refused: dict[tuple[str, ...], list[str]] = {}
-    not_tested = "not tested; read in vLLM's source"
+    not_tested = "no; read in vLLM's source"
     for name, connector in CONNECTORS.items():
         if connector.refused:
             refused.setdefault((connector.refused,), []).append(name)
@@ -217,19 +212,12 @@ def connectors() -> str:
             cow += ", without recurrent layers"
         tests = CONNECTOR_TESTS.get(name, ConnectorTests())
         transaction.setdefault((cow, "yes", connector.reads, tests.transaction or not_tested), []).append(name)
-        cases: dict[bool, list[str]] = {True: [], False: []}
-        for case in tests.recurrent:
-            cases[case in passed].append(case)
-        shown = [
-            f"{word}: {_code(found)}"
-            for word, found in (("tested", cases[True]), ("not tested", cases[False]))
-            if found
-        ]
-        said = f"refused: {connector.recurrent}" if connector.recurrent else "; ".join(shown) or not_tested
+        ran = _share(tests.recurrent, passed) or not_tested
+        said = f"refused: {connector.recurrent}" if connector.recurrent else ran
         recurrent.setdefault((said,), []).append(name)
     tables = (
-        (("connector", "`cow`", "`stage`", "reads", "tested by"), transaction),
-        (("connector", "one recurrent state"), recurrent),
+        (("connector", "`cow`", "`stage`", "reads", "tested"), transaction),
+        (("connector", "tested with `recurrent`"), recurrent),
         (("refused connector", "reason"), refused),
     )
     return "\n\n".join(
