@@ -155,7 +155,7 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
 
 
 def alternating_on_gpu(
-    variants: dict[str, Callable[[], None]], rounds: int, prepare: Callable[[], None]
+    variants: dict[str, Callable[[], None]], rounds: int, prepare: Callable[[], object]
 ) -> dict[str, list[float]]:
     """Return microseconds of each variant by CUDA events, measured in turn: A B, A B, ...
 

@@ -1,4 +1,4 @@
-"""Load vLLM's kernels that ours are measured and tested against, if possible without the rest of vLLM."""
+"""Load the kernels of vLLM and SGLang that ours are measured and tested against, if possible without the rest."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 RECURRENT_UPDATE = "third_party/flash_linear_attention/ops/fused_sigmoid_gating.py"
+SGLANG_REPLAY = "kernels/ops/attention/linear/gdn_replayssm_spec_decode.py"
 
 
 def load_core() -> None:
@@ -59,30 +60,44 @@ def glm_update() -> Callable[..., Any]:
     return update
 
 
-def recurrent_update() -> Callable[..., Any]:
-    """Return `fused_sigmoid_gating_delta_rule_update`, a Triton kernel.
+def load_alone(package: str, path: str, **stand_ins: dict[str, Any]) -> Any:
+    """Import one file of a package that need not be importable, with `stand_ins` for modules that it imports."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"{package} is not on the path", name=package)
+    files = [file for folder in spec.submodule_search_locations if (file := pathlib.Path(folder, path)).is_file()]
+    if not files:
+        raise ModuleNotFoundError(f"{package} has no file {path}", name=package)
+    missing = [name for name in stand_ins if name not in sys.modules]
+    for name in missing:
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(stand_ins[name])
+    try:
+        source = importlib.util.spec_from_file_location(f"{package}_{files[0].stem}", files[0])
+        assert source is not None
+        assert source.loader is not None
+        module = importlib.util.module_from_spec(source)
+        source.loader.exec_module(module)
+    finally:
+        for name in missing:
+            del sys.modules[name]
+    return module
 
-    Only its file is needed: a vLLM tree on the path, whose other parts need not be importable.
-    """
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
-        raise ModuleNotFoundError("vLLM is not on the path", name="vllm")
+
+def recurrent_update() -> Callable[..., Any]:
+    """Return `fused_sigmoid_gating_delta_rule_update`, a Triton kernel of vLLM. Only its file is needed."""
     import triton
     import triton.language
 
-    name = "vllm.triton_utils"
-    stand_in: Any = types.ModuleType(name)
-    stand_in.triton, stand_in.tl = triton, triton.language
-    before = sys.modules.setdefault(name, stand_in)
-    try:
-        spec = importlib.util.spec_from_file_location(
-            "vllm_recurrent_update", pathlib.Path(found.origin).parent / RECURRENT_UPDATE
-        )
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        if before is stand_in:
-            del sys.modules[name]
-    return module.fused_sigmoid_gating_delta_rule_update
+    modules = {"vllm.triton_utils": {"triton": triton, "tl": triton.language}}
+    update: Callable[..., Any] = load_alone("vllm", RECURRENT_UPDATE, **modules).fused_sigmoid_gating_delta_rule_update
+    return update
+
+
+def sglang_replay() -> Any:
+    """Return SGLang's module of Triton kernels for the verification with a ring. Only its file is needed."""
+    modules = {
+        "sglang.kernels.ops.attention.fla.utils": {"is_tf32_supported": torch.cuda.is_available()},
+        "sglang.srt.utils": {"is_gfx95_supported": lambda: False},
+    }
+    return load_alone("sglang", SGLANG_REPLAY, **modules)
