@@ -11,7 +11,7 @@ import oracle_checks
 import pytest
 import samples_recurrent as samples
 import torch
-from bad_input import check_bad_data
+from bad_input import check_bad_data, left_by_the_oracle
 from samples_recurrent import Heads
 from tensors import flags, int32, int64
 
@@ -76,6 +76,8 @@ BAD_WINDOWS = {
         {"num_kept": (2, 9, 9, 9, 4, 9)}, 4, ValueError,
         r"num_kept\[4\] must be from 1 to the 3 tokens of the request's last window, got 4",
     ),
+    "a negative number kept": ({"num_kept": (-1, 9, 9, 9, 3, 9)}, 0, ValueError, "the request's last window, got -1"),
+    "any number kept": ({"num_kept": (2, 9, 9, 9, INT32_MAX, 9)}, 4, ValueError, "last window, got 2147483647"),
     "starts that decrease": (
         {"starts": (0, 3, 5, 4, 5, 6, 7)}, 2, ValueError,
         "query_start_loc must start at 0 or above and not decrease, got 5 and 4 around request 2",
@@ -100,15 +102,12 @@ BAD_WINDOWS = {
 def test_bad_window(device, wrong, request_index, error, sentence):
     """CUDA skips and counts the request: it gets a row of zeros and keeps its cursor."""
     arguments = samples.window(**wrong, num_skipped=7)
-    after = check_bad_data(PLANS[0], arguments, error, sentence, device)
-    if after is None:
-        return
-    ours, before = named(PLANS[0], after), named(PLANS[0], arguments)
-    assert ours["plan"][request_index].tolist() == [0] * 4
-    slot = int(before["state_slots"][request_index])
-    assert slot == 6 or ours["cursors"][slot].tolist() == before["cursors"][slot].tolist()
-    assert ours["num_skipped"].item() == before["num_skipped"].item() + 1
-    assert ours["plan"].any()
+    slots = named(PLANS[0], arguments)["state_slots"].clone()
+    slots[request_index] = 0  # the other requests are planned as without it
+    left = left_by_the_oracle(PLANS[0], with_arguments(PLANS[0], arguments, state_slots=slots))
+    named(PLANS[0], left)["num_skipped"] += 1
+    check_bad_data(PLANS[0], arguments, error, sentence, device, left)
+    assert named(PLANS[0], left)["plan"].any()
 
 
 def test_slots_that_conflict():

@@ -46,6 +46,37 @@ def test_full_blocks_by_hand(device):
     assert {block: cursors[block, 0].item() for block in (2, 3, 5, 7)} == {2: 0, 3: 3, 5: 1, 7: 0}
 
 
+def test_windows_that_end_around_a_block(device):
+    """Each window of up to 4 tokens, from each token of a block, of which each number stays.
+
+    Blocks after the last token of a step are not allocated: their numbers in the table are those of no block.
+    """
+    size = 4
+    windows = [(begin, n, kept) for begin in range(1, 9) for n in range(1, 5) for kept in range(1, n + 1)]
+    begins, tokens, kept = torch.tensor(windows, dtype=torch.int32).T.contiguous()
+    blocks = torch.arange(1, 1 + 3 * len(windows), dtype=torch.int32).view(-1, 3)
+    table, columns = blocks.clone(), (begins + tokens - 1) // size
+    table[torch.arange(3) > columns[:, None]] = 2**31 - 1
+    cursors = torch.zeros(3 * len(windows) + 1, 2, dtype=torch.int32)
+    expected, after = [], cursors.clone()
+    for row, (begin, n, stay) in enumerate(windows):
+        source, full = int(blocks[row, columns[row]]), (begin + stay) // size
+        cursors[source] = after[source] = torch.tensor([n, 1])
+        fills = full * size > begin
+        expected.append([source, full * size - begin, 1, int(blocks[row, full - 1])] if fills else [0] * 4)
+        if fills and source == blocks[row, full - 1]:
+            after[source, 0] = 0
+    plan, skipped = torch.zeros(len(windows), 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    rows = torch.arange(len(windows))
+    ours = layouts.twin(
+        (plan, cursors, [table], rows, columns, kept, None, begins + kept, size, False, skipped), device
+    )
+    getattr(ops, OP)(*ours)
+    assert ours[0].tolist() == expected
+    assert ours[1].tolist() == after.tolist()
+    assert not ours[-1].any()
+
+
 def test_moved_rows_stay_pending(device):
     arguments = with_pending(samples.block_fold(samples.MOVES, ring=True, moves_rows=True), b1=3, b6=2)
     _, cursors, *_ = oracle_checks.assert_same_as_oracle(OP, arguments, device)
