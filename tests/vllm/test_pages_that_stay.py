@@ -71,6 +71,17 @@ def test_page_of_new_request_is_copied_again(forgets: bool, monkeypatch: pytest.
         serve(runner, [[Part(b, 1, DRAFTS, 1)]])
 
 
+@RUNNERS
+def test_first_step_with_drafts_copies_its_page(runner_class: type[Runner]) -> None:
+    """The rows of a request were loaded in an earlier step. It gets the state and pages of one that ended."""
+    runner = runner_class()
+    a, b = Request("a", 2, blocks=[1, 2]), Request("b", 1, [5.0, 6.0], blocks=[1, 2])
+    serve(runner, [[Part(a, 2, 0, 0)], [Part(a, 1, DRAFTS, 0)]])
+    runner.remove("a")
+    runner.kv_cache[1, :2] = torch.tensor(b.rows)[:, None, None]
+    serve(runner, [[Part(b, 1, DRAFTS, 1)]])
+
+
 def test_a_request_keeps_its_number_in_any_row() -> None:
     states = v1.RequestStates(3, torch.device("cpu"))
 

@@ -1002,19 +1002,38 @@ def test_skipped_requests_stop_the_engine(still_runs: bool, monkeypatch: pytest.
 # ---------------------------------------------------------------- the ends of prompts
 
 
-@pytest.mark.parametrize("audited", [False, True])
-def test_prompt_end_is_folded_by_one_row(audited: bool) -> None:
-    """Requests 0 and 2 of the batch are ends of prompts, padded with placeholder drafts; request 1 decodes."""
+def run_prompt_ends(layer: Layer) -> tuple[Window, Any]:
+    """Run windows of three requests, and return their builder too."""
     from nwor_ops.vllm.recurrent.metadata import RecurrentMetadataBuilder
 
-    layer, window = Layer(), Window([5, 2, 6], [4, 3, 4])
+    window = Window([5, 2, 6], [4, 3, 4])
     window.open(layer, [1, 1, 1])
     layer.verify(window)
-    truth = layer.all_states.clone()
     builder: Any = RecurrentMetadataBuilder.__new__(RecurrentMetadataBuilder)
     builder._batch_slots, builder._group, builder.plan = window.slots, layer.group, window.plan
     builder._fold_plan, builder.starts, builder.slots = torch.zeros_like(window.plan), window.starts, window.slots
     builder._has_planned = True
+    return window, builder
+
+
+def test_chunk_begins_after_prompt_end() -> None:
+    """The prompts of requests 0 and 2 had 9 and 16 tokens. The last one ran in a window, with 3 placeholders."""
+    layer = Layer(geometry=CHUNK)
+    layer.group.begin_chunk(torch.tensor([5, 6]), torch.tensor([8, 15]))
+    window, builder = run_prompt_ends(layer)
+    builder._metadata = SimpleNamespace(batch_starts=window.starts, batch_ends=torch.tensor([12, 30, 19]))
+    builder.fold_first_rows(torch.tensor([0, 2]))
+    assert layer.group.cursors.table[[5, 2, 6]].tolist() == [[0, 0, 9], [3, 0, 0], [0, 0, 0]]
+    for slot, first in ((5, 0), (6, 7)):
+        assert torch.equal(layer.kv_cache[1][slot], layer.all_states[first])
+
+
+@pytest.mark.parametrize("audited", [False, True])
+def test_prompt_end_is_folded_by_one_row(audited: bool) -> None:
+    """Requests 0 and 2 of the batch are ends of prompts, padded with placeholder drafts; request 1 decodes."""
+    layer = Layer()
+    window, builder = run_prompt_ends(layer)
+    truth = layer.all_states.clone()
     state = plugin.RecurrentEngine.__new__(plugin.RecurrentEngine)
     state.builders, state.folds_tails, state.listener = [builder], True, None
     state._skipped = layer.group.cursors.skipped
