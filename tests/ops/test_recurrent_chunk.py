@@ -155,7 +155,10 @@ def test_bits_do_not_depend_on_copies():
 
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 def test_states_across_a_boundary(state_dtype):
-    """A window crosses the end of a chunk and stores nothing. The next one stores the bits that it had there."""
+    """A window crosses the end of a chunk and stores nothing. The next one stores the bits that it had there.
+
+    Both give the state after each of their tokens.
+    """
     inputs, stream = inputs_of(24), Stream(state_dtype)
     before = stream.layer.state[1].clone()
     stream.read(rows_of(inputs, list(range(8))), 8)
@@ -164,8 +167,10 @@ def test_states_across_a_boundary(state_dtype):
     stream.read(rows_of(inputs, list(range(13, 21))), 8, states)
     assert torch.equal(stream.layer.state[1], before)
     assert torch.equal(stream.folded(2), states[7])
-    stream.read(rows_of(inputs, [21]), 1)
+    later = torch.zeros(3, *HEADS_STATE, dtype=state_dtype)
+    stream.read(rows_of(inputs, [21, 22, 23]), 2, later)
     assert torch.equal(stream.layer.state[1], states[2])  # of token 15
+    assert torch.equal(stream.folded(2), later[1])
 
 
 HEADS_STATE = (HEADS.value_heads, HEADS.value_width, HEADS.key_width)

@@ -66,10 +66,9 @@ def window(dice: Dice) -> Calls[None]:
     layer.append(dice.int64([POISON]))
     norm, bound = dice.maybe(), -5.0 if gates == "bounded" else None
     weights: list[Any] = [dice.strided(dice.normal(heads, factor=0.5)), dice.strided(dice.normal(heads, *channels))]
-    pending = [
-        [dice.number(most), *((dice.number(rows - 1), dice.number(CHUNK - 1)) if chunk else (dice.number(1),))]
-        for _ in range(slots)
-    ]
+    pending = [[dice.number(most), dice.number(rows - 1 if chunk else 1)] for _ in range(slots)]
+    if chunk:  # half of the slots lack one row of a chunk, so that windows store
+        pending = [[*half, dice.choice((CHUNK - 1, dice.number(CHUNK - 1)))] for half in pending]
     cursors, window_id = dice.placed(torch.tensor(pending, dtype=torch.int32)), dice.int64([WINDOW])
     tolerances = tolerances_of(dtype, state_dtype)
     for _ in range(5 if chunk else 2):
