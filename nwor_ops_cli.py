@@ -200,8 +200,8 @@ def verify(
     ARGS only the ops are compared. Example:
     VLLM_NWOR_MODE=cow nwor-ops verify --minutes 10 -- MODEL --speculative-config '{"method": "ngram", ...}'
 
-    Exits with 0 if there is no violation. Exits with 2 if the command line or a setting is invalid, with 3 if an op is
-    wrong, and with 4 if the engine's audit finds a violation. Exits with 5 if the engine does not start, with 6 if it
+    Exits with 0 if there is no error. Exits with 2 if the command line or a setting is invalid, with 3 if an op is
+    wrong, and with 4 if the engine's audit finds an error. Exits with 5 if the engine does not start, with 6 if it
     ends by another error, and with 7 if it had no step with drafts.
     """
     require(*(["vllm"] if arguments else []))

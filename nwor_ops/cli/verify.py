@@ -22,7 +22,7 @@ import torch
 import nwor_ops
 from nwor_ops.cli.report import BAD, GOOD, Report, Stopped, make_folder, read_lines, versions
 from nwor_ops.config import NworConfig, switched_off
-from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
+from nwor_ops.testing.engine_process import CLOSING_SECONDS, EngineFailed, EngineProcess
 from nwor_ops.testing.random_windows import run_window
 from nwor_ops.testing.samples import FAMILIES
 
@@ -37,21 +37,22 @@ _INVALID = re.compile(r"InvalidArguments: (.*?)(?: \(log: |$)", re.DOTALL)
 class Outcome(enum.IntEnum):
     """The exit code of ``nwor-ops verify``."""
 
-    FINE = 0  # no violation
+    FINE = 0  # no difference
     INVALID = 2  # the command line or a setting is invalid
     OP = 3  # an op differs from its oracle
-    ENGINE = 4  # the audit of the engine found a violation
+    ENGINE = 4  # the audit of the engine found an error
     START = 5  # the engine did not start
-    ENDED = 6  # the engine ended by an error that is not a violation
+    ENDED = 6  # the engine ended by another error
     NOTHING = 7  # the engine ran, but no step with drafts was audited
+    INTERRUPTED = 130
 
 
 SENTENCES = {
-    Outcome.FINE: "no violation found",
+    Outcome.FINE: "no error found",
     Outcome.OP: "an op differs from its oracle",
-    Outcome.ENGINE: "the audit of the engine found a violation",
+    Outcome.ENGINE: "the audit of the engine found an error",
     Outcome.START: "the engine did not start",
-    Outcome.ENDED: "the engine ended by an error that is not a violation",
+    Outcome.ENDED: "the engine ended by an error that the audit did not find",
     Outcome.NOTHING: "no step with drafts was audited: add --speculative-config, or give more --minutes",
 }
 
@@ -79,21 +80,21 @@ class VerifyOptions:
 
 @dataclass
 class Result:
-    """What was compared, and the first violation.
+    """What was compared, and the first error.
 
     Attributes:
         outcome: the exit code.
-        violation: the first violation, in words of nwor_ops.
+        error: the first error that was found, in words of nwor_ops.
         command: a command that repeats the first wrong window of an op.
-        error: the error that ended the engine, in words of vLLM.
+        vllm_error: the error that ended the engine, in words of vLLM. It may hold secrets.
         ops: rounds and calls of each op, with their device.
         engine: what was served and audited.
     """
 
     outcome: Outcome = Outcome.FINE
-    violation: str | None = None
-    command: str | None = None
     error: str | None = None
+    command: str | None = None
+    vllm_error: str | None = None
     ops: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -142,13 +143,22 @@ def run_verify(options: VerifyOptions, report: Report) -> int:
             _compare_ops(options, seconds * share, result)
         if engine is not None and result.outcome is Outcome.FINE:
             _audit_engine(engine, seconds * (1 - share), report, result)
+            if result.outcome is Outcome.FINE and without_hits(result.engine):
+                engine.close()
+                engine = start_program(options, drafts=False)
+                _repeat_without_drafts(engine, report, result)
+    except KeyboardInterrupt:
+        if engine is not None:
+            report.notice(f"interrupted; waiting for the engine to end, {CLOSING_SECONDS:.0f} s at most")
+        raise Stopped("interrupted", Outcome.INTERRUPTED) from None
     finally:
         if engine is not None:
             engine.close()
-            (options.output / "engine.job.json").unlink(missing_ok=True)  # it has the prompts
+            for job in options.output.glob("engine*.job.json"):  # they have the prompts
+                job.unlink()
     found = _as_dict(options, result)
     written = report.write_json(options.output, "report.json", found)
-    report.json(found | {"error": result.error})
+    report.json(found | {"vllm_error": result.vllm_error})
     _print(options, result, report)
     if written:
         report.line(f"report for a bug report: {options.output / 'report.json'}")
@@ -162,7 +172,7 @@ def _compare_ops(options: VerifyOptions, seconds: float, result: Result) -> None
     """Compare windows until the time is over: at least one of each family. Stop at the first difference."""
     calls: Counter[str] = Counter()
     started, rounds = time.monotonic(), 0
-    while result.violation is None and (rounds == 0 or time.monotonic() < started + seconds):
+    while result.error is None and (rounds == 0 or time.monotonic() < started + seconds):
         _compare_round(options.seed + rounds, options.device, calls, result)
         rounds += 1
     taken = round(time.monotonic() - started, 1)
@@ -170,7 +180,7 @@ def _compare_ops(options: VerifyOptions, seconds: float, result: Result) -> None
 
 
 def _compare_round(seed: int, device: str, calls: Counter[str], result: Result) -> None:
-    """Compare a window of each family, and count the calls. Any error of an op is a violation."""
+    """Compare a window of each family, and count the calls. Any exception of an op is an error too."""
     family = ""
     try:
         for family in FAMILIES:
@@ -178,16 +188,16 @@ def _compare_round(seed: int, device: str, calls: Counter[str], result: Result) 
     except Exception as error:
         message = str(error).strip() if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         result.outcome = Outcome.OP
-        result.violation = f"family {family}, seed {seed}: {message}"
+        result.error = f"family {family}, seed {seed}: {message}"
         result.command = f"nwor-ops verify --minutes 0 --device {device} --seed {seed}"
 
 
 # ---------------------------------------------------------------- the engine
 
 
-def start_program(options: VerifyOptions) -> EngineProcess:
-    """Start the program of the engine, which reads the arguments first."""
-    job = {"arguments": list(options.arguments), "prompts": prompts_of(options), "seed": options.seed}
+def start_program(options: VerifyOptions, drafts: bool = True) -> EngineProcess:
+    """Start the program of the engine, with drafts or without. It reads the arguments first."""
+    job = {"arguments": list(options.arguments), "prompts": prompts_of(options), "seed": options.seed, "drafts": drafts}
     environment = os.environ | {
         "VLLM_NWOR_AUDIT": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # workers in other processes are asked what they audited
@@ -195,7 +205,8 @@ def start_program(options: VerifyOptions) -> EngineProcess:
         "VLLM_NO_USAGE_STATS": "1",
     }
     program = ("-m", "nwor_ops.cli.verify_engine")
-    return EngineProcess("engine", job, options.output, environment, program, PATIENCE_SECONDS)
+    name = "engine" if drafts else "engine_without_drafts"
+    return EngineProcess(name, job, options.output, environment, program, PATIENCE_SECONDS)
 
 
 def _read_arguments(engine: EngineProcess) -> None:
@@ -213,6 +224,8 @@ def _audit_engine(engine: EngineProcess, seconds: float, report: Report, result:
         with report.task("starting the engine, audited at every step"):
             result.engine = engine.ask("start")
         started = True
+        with report.task("serving a long prompt three times"):
+            result.engine["prefix"] = engine.ask("repeat")
         with report.task(f"serving random requests for {seconds / 60:.1f} min"):
             begun, rest = time.monotonic(), seconds
             while "requests" not in result.engine or rest > 0:  # a step of a large cache may take seconds
@@ -223,11 +236,43 @@ def _audit_engine(engine: EngineProcess, seconds: float, report: Report, result:
             result.outcome = Outcome.NOTHING
     except EngineFailed as error:
         engine.close()  # so that its log is complete
-        violation = _AUDIT_ERROR.search(engine.log.read_text(errors="replace"))
-        if violation is not None:
-            result.outcome, result.violation = Outcome.ENGINE, violation[1].strip()
+        found = _AUDIT_ERROR.search(engine.log.read_text(errors="replace"))
+        if found is not None:
+            result.outcome, result.error = Outcome.ENGINE, found[1].strip()
         else:
-            result.outcome, result.error = Outcome.ENDED if started else Outcome.START, str(error)
+            result.outcome, result.vllm_error = Outcome.ENDED if started else Outcome.START, str(error)
+
+
+def without_hits(engine: dict[str, Any]) -> bool:
+    """Return whether an engine with drafts and prefix caching found nothing of a repeated prompt."""
+    return bool(engine["prefix_caching"] and engine["method"]) and not any(engine["prefix"]["cached_tokens"])
+
+
+def _repeat_without_drafts(engine: EngineProcess, report: Report, result: Result) -> None:
+    try:
+        with report.task("repeating the prompt without drafts"):
+            engine.wait_until_ready()
+            engine.ask("start")
+            result.engine["prefix"]["cached_tokens_without_drafts"] = engine.ask("repeat")["cached_tokens"]
+    except EngineFailed as error:
+        report.notice(f"no comparison of prefix hits: {error}")
+
+
+def prefix_sentence(engine: dict[str, Any]) -> str:
+    """Return how many tokens of a repeated prompt came from the prefix cache, and the setting that prevents it."""
+    if not engine["prefix_caching"]:
+        return "prefix caching is off; --enable-prefix-caching switches it on"
+    prefix, size = engine["prefix"], engine["block_size"]
+    text = f"{max(prefix['cached_tokens'])} of {prefix['prompt_tokens']} tokens of a repeated prompt were cached"
+    without = prefix.get("cached_tokens_without_drafts")
+    if without is None:
+        return text
+    text += f", {max(without)} without drafts"
+    if not any(without):
+        return f"{text}: drafts are not the cause; a block has {size} tokens, and only whole blocks are cached"
+    if engine["hybrid"] and engine["prefix_cache_retention_interval"] == 0:
+        text += f": --prefix-cache-retention-interval is 0, so vLLM keeps few states; try {size}"
+    return text
 
 
 def audited_windows(audits: list[dict[str, Any]]) -> int:
@@ -244,7 +289,7 @@ def _as_dict(options: VerifyOptions, result: Result) -> dict[str, Any]:
         "ok": result.outcome is Outcome.FINE,
         "exit_code": result.outcome.value,
         "outcome": SENTENCES[result.outcome],
-        "violation": result.violation,
+        "error": result.error,
         "command": result.command,
         "minutes": options.minutes,
         "seed": options.seed,
@@ -282,8 +327,32 @@ def _print(options: VerifyOptions, result: Result, report: Report) -> None:
             report.line(f"{states:,} recurrent states of vLLM compared")
         for reason in dict.fromkeys(reason for audit in audits for reason in audit["vllm_states_not_audited"]):
             report.line(f"vLLM's recurrent states were not audited: {reason}")
+    if "prefix" in result.engine:
+        report.line(prefix_sentence(result.engine), "prefix cache")
     is_fine = result.outcome is Outcome.FINE
     report.line(f"{SENTENCES[result.outcome]} (exit code {result.outcome.value})", style=GOOD if is_fine else BAD)
-    for name in ("violation", "command", "error"):
+    for name in ("error", "command", "vllm_error"):
         if text := getattr(result, name):
-            report.line(text, name)
+            report.line(text, name.replace("vllm_", "vLLM's "))
+    if result.engine:
+        report.line(summary(result), "to paste")
+
+
+def summary(result: Result) -> str:
+    """Return one line for a bug report: versions, model, and the first error or the number of steps without one.
+
+    The error names step, layer and request. Words of vLLM are left out.
+    """
+    engine, installed = result.engine, versions()
+    names = {"nwor_ops": "nwor_ops", "vllm": "vLLM", "torch": "torch"}
+    parts = [", ".join(f"{name} {installed[package]}" for package, name in names.items())]
+    if "architecture" in engine:
+        parts.append(
+            f"{engine['architecture']} on {engine['device']}, {engine['method'] or 'no drafts'} "
+            f"K={engine['num_speculative_tokens'] or 0}, mode {engine['settings']['mode']}"
+        )
+    if result.outcome is Outcome.FINE:
+        parts.append(f"no difference in {audited_windows(engine['audits']):,} steps")
+    else:
+        parts.append(result.error or SENTENCES[result.outcome])
+    return "; ".join(parts)

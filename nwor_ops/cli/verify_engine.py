@@ -1,10 +1,11 @@
 """The engine of ``nwor-ops verify``: ``python -m nwor_ops.cli.verify_engine JOB.json``.
 
-A job is ``{"arguments": arguments of vllm serve, "prompts": texts or an empty list, "seed": number}``. The process
-first reads the arguments, and answers with the versions. Then it takes commands
+A job is ``{"arguments": arguments of vllm serve, "drafts": whether it speculates, "prompts": texts or an empty list,
+"seed": number}``. The process first reads the arguments, and answers with the versions. Then it takes commands
 (:func:`nwor_ops.testing.engine_process.serve`):
 
 - ``start``: start the engine. Its environment switches the audit on.
+- ``repeat``: serve a long prompt three times. Return how much of it was in the prefix cache.
 - ``serve SECONDS``: add, abort and serve random requests for this time. At least one step runs.
 - ``finish SECONDS``: serve the requests that still run, and abort them after this time. Return the audit's summary.
 
@@ -31,6 +32,7 @@ MOST_CLIENTS = 32
 MOST_TOKENS = 64  # in an answer
 LONGEST_PROMPT = 1500
 REMEMBERED = 50  # prompts that may come again
+REPEATED_BLOCKS = 4  # of the prompt that is sent three times
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 1.0)
 # Defaults of a GPU engine, which the user's arguments override. The audit keeps copies of the whole cache and compares
 # all of it at each step. A small cache does not fit a long context or the states of a thousand requests.
@@ -48,7 +50,7 @@ class AuditedEngine:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._dice = random.Random(job["seed"])
-        self._config = read_arguments(job["arguments"])
+        self._config = read_arguments(job["arguments"], job["drafts"])
         self._texts: list[str] = job["prompts"]
         self._counts: Counter[str] = Counter()
         self._running: dict[str, int] = {}  # by request: the number of tokens after which it is aborted, or 0
@@ -61,6 +63,8 @@ class AuditedEngine:
         command, *numbers = line.split()
         if command == "start":
             return self.start()
+        if command == "repeat":
+            return self.repeat()
         return self.serve(float(numbers[0])) if command == "serve" else self.finish(float(numbers[0]))
 
     def start(self) -> dict[str, Any]:
@@ -73,6 +77,19 @@ class AuditedEngine:
         self._most_clients = min(MOST_CLIENTS, config.scheduler_config.max_num_seqs + 4)  # some have to wait
         self._clients = self._most_clients
         return describe(config) | {"audits": self._audits()}
+
+    def repeat(self) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        length = max(1, min(REPEATED_BLOCKS * self._config.cache_config.block_size, self._longest - MOST_TOKENS - 1))
+        prompt = {"prompt_token_ids": (self._gram(20) * (length // 20 + 1))[:length]}
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+        cached = []
+        for number in range(3):
+            self._engine.add_request(f"repeated {number}", prompt, params)
+            while self._engine.has_unfinished_requests():
+                cached += [output.num_cached_tokens or 0 for output in self._engine.step() if output.finished]
+        return {"prompt_tokens": length, "cached_tokens": cached[1:]}
 
     def serve(self, seconds: float) -> dict[str, Any]:
         until, stepped = time.monotonic() + seconds, False
@@ -151,10 +168,13 @@ class AuditedEngine:
         """Return tokens that repeat themselves, so that a lookup of n-grams finds proposals. Ids at the ends of a
         vocabulary, where special tokens are, are left out."""
         dice = self._dice
-        least, most = self._vocabulary // 50, max(2, self._vocabulary * 9 // 10)
-        gram = [dice.randrange(least, most) for _ in range(dice.randint(2, 20))]
+        gram = self._gram(dice.randint(2, 20))
         length = dice.choice((1, 8, 40, 200, self._room))
         return (gram * (length // len(gram) + 1))[: dice.randint(1, min(length, self._room))]
+
+    def _gram(self, length: int) -> list[int]:
+        least, most = self._vocabulary // 50, max(2, self._vocabulary * 9 // 10)
+        return [self._dice.randrange(least, most) for _ in range(length)]
 
     def _audits(self) -> list[dict[str, Any]]:
         """Return what each worker has audited."""
@@ -178,14 +198,16 @@ def describe(config: Any) -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "cache_dtype": str(config.cache_config.cache_dtype),
         "prefix_caching": config.cache_config.enable_prefix_caching,
+        "prefix_cache_retention_interval": getattr(config.cache_config, "prefix_cache_retention_interval", None),
+        "hybrid": config.model_config.is_hybrid,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_model_len": config.model_config.max_model_len,
         "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
     }
 
 
-def read_arguments(arguments: list[str]) -> Any:
-    """Return vLLM's configuration for the arguments of ``vllm serve``.
+def read_arguments(arguments: list[str], drafts: bool = True) -> Any:
+    """Return vLLM's configuration for the arguments of ``vllm serve``, with its drafts or without.
 
     Raises:
         InvalidArguments: vLLM's parser or its configuration refuses them.
@@ -195,7 +217,7 @@ def read_arguments(arguments: list[str]) -> Any:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            config = _small_engine(arguments)
+            config = _small_engine(arguments, drafts)
     except SystemExit:
         lines = [line for line in printed.getvalue().splitlines() if line.strip()]
         raise InvalidArguments(lines[-1] if lines else "its parser does not know them") from None
@@ -206,19 +228,25 @@ def read_arguments(arguments: list[str]) -> Any:
     return config
 
 
-def _small_engine(arguments: list[str]) -> Any:
+def _small_engine(arguments: list[str], drafts: bool) -> Any:
     """Return the configuration with defaults that the audit needs."""
     from vllm.platforms import current_platform
 
     from nwor_ops.vllm.check import InvalidEngine, configuration, engine_arguments
 
+    def parsed(**defaults: Any) -> Any:
+        engine = engine_arguments(arguments, **defaults)
+        if not drafts:
+            engine.speculative_config = None
+        return engine
+
     defaults = SMALL_ENGINE if current_platform.is_cuda() else {}
     try:
-        asked = engine_arguments(arguments, **defaults)
+        asked = parsed(**defaults)
         config = configuration(asked)
         if defaults and NworConfig.load(config.additional_config).mode == "stage":
             length = min(STAGE_LENGTH, config.model_config.max_model_len)  # of the model, or of the arguments
-            asked = engine_arguments(arguments, **defaults | {"max_model_len": length})
+            asked = parsed(**defaults | {"max_model_len": length})
             config = configuration(asked)
         if asked.compilation_config.cudagraph_mode is None and hides_states_of_vanilla(config):
             asked.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode).PIECEWISE

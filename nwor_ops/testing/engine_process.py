@@ -201,7 +201,8 @@ class Engine(Protocol):
 def serve(start: Callable[[dict[str, Any]], Engine]) -> None:
     """Start an engine with the job file of the command line, and answer each line of stdin.
 
-    The first answer is ``{"versions": engine.versions()}``. An error is the last one: ``{"error": sentence}``.
+    The first answer is ``{"versions": engine.versions()}``. An error is the last one, after its innermost cause:
+    ``{"error": sentence}``.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # everything else that is printed goes to the log
@@ -212,7 +213,11 @@ def serve(start: Callable[[dict[str, Any]], Engine]) -> None:
             _write(answers, engine.answer(line.strip()))
     except Exception as error:
         traceback.print_exc()
-        _write(answers, {"error": f"{type(error).__name__}: {error}"})
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        because = "" if cause is error else f"{type(cause).__name__}: {cause}; then "
+        _write(answers, {"error": f"{because}{type(error).__name__}: {error}"})
         sys.exit(1)
 
 

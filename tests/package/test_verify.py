@@ -20,7 +20,7 @@ from nwor_ops.cli import verify
 from nwor_ops.cli.report import Report, Stopped
 from nwor_ops.cli.verify import Outcome, VerifyOptions, check_options, run_verify
 from nwor_ops.cli.verify_engine import LONGEST_PROMPT, MOST_TOKENS, AuditedEngine
-from nwor_ops.testing.engine_process import EngineProcess
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
 
 JSON = Report("verify", as_json=True)
 
@@ -41,10 +41,10 @@ def test_ops_are_compared_and_reported(writable, tmp_path, capsys):
     assert run_verify(options(tmp_path), JSON) == Outcome.FINE
     printed = capsys.readouterr()
     found = json.loads(printed.out)
-    assert (found["ok"], found["violation"], found["seed"], found["ops"]["rounds"]) == (True, None, 3, 1)
+    assert (found["ok"], found["error"], found["seed"], found["ops"]["rounds"]) == (True, None, 3, 1)
     assert sum(found["ops"]["calls"].values()) > 30
     if writable:
-        assert json.loads(path.read_text()) | {"error": None} == found
+        assert json.loads(path.read_text()) | {"vllm_error": None} == found
     else:
         assert f"nwor-ops verify: --output: {path} could not be written: Is a directory" in printed.err
 
@@ -91,11 +91,15 @@ def answer(**values):
     print(json.dumps(values), flush=True)
 audits = 2 * [{"modes": ["cow"], "transaction": [{"verify_steps": VERIFIED}], "recurrent": [{"windows": 0}],
                "vllm_states": STATES, "vllm_states_not_audited": REASONS}]
+drafts = json.load(open(sys.argv[1]))["drafts"]
 answer(versions={})
 for line in sys.stdin:
     if line.startswith("COMMAND"):
         FAILURE
-    answer(audits=audits, **({} if line.startswith("start") else {"requests": {"requests": 4}}))
+    answer(audits=audits, architecture="Llama", device="cpu", method="ngram", num_speculative_tokens=4,
+           settings={"mode": "cow"}, prefix_caching=True, block_size=16, hybrid=True, prompt_tokens=64,
+           prefix_cache_retention_interval=0, cached_tokens=HITS,
+           **({} if line.startswith("start") else {"requests": {"requests": 4}}))
 """
 NO_MEMORY = "answer(error='ValueError: no memory left, key=s3cr3t'); sys.exit(1)"
 AUDIT_ERROR = (
@@ -106,19 +110,20 @@ AUDIT_ERROR = (
 def start_program(folder: Path, monkeypatch, **replaced: str) -> None:
     """Make the command start this program instead of an engine."""
     text = ANSWERS
-    for name, value in {"COMMAND": "none", "FAILURE": "pass", "VERIFIED": "9", "STATES": "[]", "REASONS": "[]"}.items():
+    defaults = {"COMMAND": "none", "FAILURE": "pass", "VERIFIED": "9", "STATES": "[]", "REASONS": "[]"}
+    for name, value in {**defaults, "HITS": "[48, 48]"}.items():
         text = text.replace(name, replaced.get(name, value))
     program = folder / "program.py"
     program.write_text(text)
 
-    def start(given: VerifyOptions) -> EngineProcess:
-        return EngineProcess("engine", {}, given.output, dict(os.environ), (str(program),))
+    def start(given: VerifyOptions, drafts: bool = True) -> EngineProcess:
+        return EngineProcess("engine", {"drafts": drafts}, given.output, dict(os.environ), (str(program),))
 
     monkeypatch.setattr(verify, "start_program", start)
 
 
 @pytest.mark.parametrize(
-    ("replaced", "outcome", "violation", "error"),
+    ("replaced", "outcome", "error", "vllm_error"),
     [
         ({}, Outcome.FINE, None, None),
         ({"VERIFIED": "0"}, Outcome.NOTHING, None, None),
@@ -129,16 +134,16 @@ def start_program(folder: Path, monkeypatch, **replaced: str) -> None:
         ({"COMMAND": "start", "FAILURE": AUDIT_ERROR}, Outcome.ENGINE, "nwor audit, step 3: 1 bytes", None),
     ],
 )
-def test_engine_end_decides_exit_code(replaced, outcome, violation, error, tmp_path, capsys, monkeypatch):
+def test_engine_end_decides_exit_code(replaced, outcome, error, vllm_error, tmp_path, capsys, monkeypatch):
     """Words of vLLM are printed. The report has none, because they may hold arguments."""
     start_program(tmp_path, monkeypatch, **replaced)
     assert run_verify(options(tmp_path, arguments=("MODEL", "--api-key", "s3cr3t")), JSON) == outcome
     found = json.loads(capsys.readouterr().out)
-    assert (found["exit_code"], found["violation"], found["ok"]) == (outcome, violation, outcome == Outcome.FINE)
-    assert (found["error"] is None) if error is None else (error in found["error"])
+    assert (found["exit_code"], found["error"], found["ok"]) == (outcome, error, outcome == Outcome.FINE)
+    assert (found["vllm_error"] is None) if vllm_error is None else (vllm_error in found["vllm_error"])
     report = (tmp_path / "report.json").read_text()
     assert "s3cr3t" not in report
-    assert found.pop("error") is None or json.loads(report) == found
+    assert found.pop("vllm_error") is None or json.loads(report) == found
     assert (tmp_path / "engine.log").exists()
     assert not (tmp_path / "engine.job.json").exists()
 
@@ -165,6 +170,71 @@ def test_audited_states_of_vllm_are_counted(tmp_path, capsys, monkeypatch):
     ]  # fmt: skip
 
 
+SOME = "48 of 64 tokens of a repeated prompt were cached"
+NONE = "0 of 64 tokens of a repeated prompt were cached"
+
+
+@pytest.mark.parametrize(
+    ("hits", "sentence"),
+    [
+        ("[48, 48]", SOME),
+        ("[0, 48]", SOME),
+        ("[0, 0]", f"{NONE}, 0 without drafts: drafts are not the cause; a block has 16 tokens, and only whole blocks"),
+        (
+            "[0, 0] if drafts else [32, 48]",
+            f"{NONE}, 48 without drafts: --prefix-cache-retention-interval is 0, so vLLM keeps few states; try 16",
+        ),
+    ],
+)
+def test_prefix_hits_are_compared_without_drafts(hits, sentence, tmp_path, capsys, monkeypatch):
+    """The engine without drafts starts only if drafts may have ended the hits."""
+    start_program(tmp_path, monkeypatch, HITS=hits)
+    assert run_verify(options(tmp_path, arguments=("MODEL",)), Report("verify")) == Outcome.FINE
+    printed = capsys.readouterr()
+    assert f"prefix cache: {sentence}" in printed.out
+    assert ("without drafts" in printed.err) == ("without drafts" in sentence)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "end"),
+    [({}, "no difference in 18 steps"), ({"COMMAND": "serve", "FAILURE": AUDIT_ERROR}, "nwor audit, step 3: 1 bytes")],
+)
+def test_one_line_to_paste_names_everything(replaced, end, tmp_path, capsys, monkeypatch):
+    """Two ranks had nine steps each."""
+    start_program(tmp_path, monkeypatch, **replaced)
+    run_verify(options(tmp_path, arguments=("MODEL",)), Report("verify"))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to paste: ")]
+    expected = rf"to paste: nwor_ops \S+, vLLM .+, torch \S+; Llama on cpu, ngram K=4, mode cow; {end}"
+    assert re.fullmatch(expected, line), line
+
+
+def test_interrupted_command_names_what_it_awaits(tmp_path, capsys, monkeypatch):
+    interrupt = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT)"
+    start_program(tmp_path, monkeypatch, COMMAND="serve", FAILURE=interrupt)
+    with pytest.raises(Stopped, match=r"^interrupted$") as caught:
+        run_verify(options(tmp_path, arguments=("MODEL",), minutes=1.0), Report("verify"))
+    assert caught.value.code == Outcome.INTERRUPTED == 130
+    assert "interrupted; waiting for the engine to end, 20 s at most\n" in capsys.readouterr().err
+
+
+def test_innermost_error_comes_first(tmp_path):
+    """vLLM often raises an error that only says that the engine failed."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from nwor_ops.testing.engine_process import serve\n"
+        "def start(job):\n"
+        "    try:\n"
+        "        raise ValueError('no memory left')\n"
+        "    except ValueError as error:\n"
+        "        raise RuntimeError('it failed') from error\n"
+        "serve(start)\n"
+    )
+    engine = EngineProcess("engine", {}, tmp_path, dict(os.environ), (str(program),))
+    with pytest.raises(EngineFailed, match=r"stopped: ValueError: no memory left; then RuntimeError: it failed"):
+        engine.wait_until_ready()
+    engine.close()
+
+
 def test_vllm_refuses_arguments(tmp_path, monkeypatch):
     program = tmp_path / "program.py"
     program.write_text('print(\'{"error": "InvalidArguments: unrecognized arguments: --x"}\')')
@@ -182,6 +252,7 @@ def test_vllm_refuses_arguments(tmp_path, monkeypatch):
     ("changes", "variables", "complaint"),
     [
         ({"output": Path("prompts/sub")}, {}, "--output: no file can be created in prompts/sub: Not a directory"),
+        ({"output": Path("dangling")}, {}, "--output: no file can be created in dangling: "),
         ({"prompts": "none"}, {}, "--prompts: none cannot be read: No such file or directory"),
         ({"prompts": "\n \n"}, {}, "--prompts: prompts has no prompt"),
         ({"prompts": "fine\n[1, 2\n"}, {}, "text or a JSON list of token ids per line, got [1, 2"),
@@ -194,6 +265,7 @@ def test_vllm_refuses_arguments(tmp_path, monkeypatch):
 def test_invalid_options_are_refused(changes, variables, complaint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("prompts").write_text("fine")
+    Path("dangling").symlink_to("nowhere")
     if "prompts" in changes:
         if changes["prompts"] != "none":
             Path("prompts").write_text(changes["prompts"])
@@ -204,6 +276,8 @@ def test_invalid_options_are_refused(changes, variables, complaint, tmp_path, mo
         check_options(options(tmp_path, **changes))
     assert caught.value.code == Outcome.INVALID
     assert complaint in str(caught.value)
+    assert Path("dangling").is_symlink()
+    assert not Path("nowhere").exists()
 
 
 def test_prompts_are_lines_of_a_file(tmp_path):

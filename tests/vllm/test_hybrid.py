@@ -9,6 +9,7 @@ both.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -87,23 +88,33 @@ def test_hybrid_model(engines: Engines, nwor: dict[str, Any]) -> None:
         assert "16 of 80 blocks (20.0% of the cache" in session["describe"]
 
 
-def _job_with_a_wrong_byte(model: str, requests: list[list[int]]) -> str:
-    """Run an engine in which a row of a prompt changes during a step, and return what the audit says."""
+def _job_with_a_wrong_byte(model: str, requests: list[list[int]], nwor: dict[str, Any]) -> str:
+    """Run an engine in which a row of a prompt changes during a step, or vLLM's states of a layer after the third one.
+    Return what the audit says."""
     os.environ.update(ENVIRONMENT)
     from vllm import LLM, SamplingParams
 
     import nwor_ops.vllm
     from nwor_ops.vllm.step_listener import StepListener
 
-    llm = LLM(**ENGINE | CACHE | {"model": model, "additional_config": {"nwor": COW}})
+    llm = LLM(**ENGINE | CACHE | {"model": model, "additional_config": {"nwor": nwor}})
     [session] = nwor_ops.vllm.sessions()
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     layer = session.layers["model.layers.3.self_attn.attn"]
+
+    mixer = "model.layers.2.linear_attn"  # other layers have the same memory in other blocks
+    [number] = [n for n, group in enumerate(runner.kv_cache_config.kv_cache_groups) if mixer in group.layer_names]
+    steps = itertools.count()
 
     class Spoiling(StepListener):
         def opened(self, slot_mappings: Any) -> None:
             block = int(runner.input_batch.block_table[int(layer.group)].block_table.np[0, 0])
             layer.kv_cache[block, 0, 0, 0] += 1
+
+        def commit(self, *outcome: Any) -> None:
+            if nwor["mode"] == "off" and next(steps) == 2:
+                blocks = runner.input_batch.block_table[number].block_table.np[0, :5]
+                runner.compilation_config.static_forward_context[mixer].kv_cache[1][blocks.tolist()] += 1
 
     session.subscribe(Spoiling())
     sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -114,9 +125,21 @@ def _job_with_a_wrong_byte(model: str, requests: list[list[int]]) -> str:
     return "nothing"
 
 
-def test_wrong_byte_of_attention_block_is_found(engines: Engines) -> None:
-    said = engines.submit(_job_with_a_wrong_byte, model_folder(**QWEN3_NEXT), prompts(4)).result()
-    assert re.search(r" [12] bytes differ from the expected ones", said)
+@pytest.mark.parametrize(
+    ("nwor", "sentence"),
+    [
+        (COW, r" [12] bytes differ from the expected ones"),
+        (
+            {"mode": "off", "audit": True},
+            r"^nwor audit, step 2: vLLM's states of layer model\.layers\.2\.linear_attn, request in block \d+: the "
+            r"state after \d tokens of the last window has changed since: \d+ bytes differ$",
+        ),
+    ],
+    ids=["row", "vanilla's states"],
+)
+def test_wrong_byte_in_engine_is_found(engines: Engines, nwor: dict[str, Any], sentence: str) -> None:
+    text = engines.submit(_job_with_a_wrong_byte, model_folder(**QWEN3_NEXT), prompts(4), nwor).result()
+    assert re.search(sentence, text), text
 
 
 # ---------------------------------------------------------------- bytes that are not compared

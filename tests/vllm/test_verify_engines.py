@@ -49,9 +49,9 @@ def test_wrong_byte_is_reported_without_secrets(tmp_path):
     report = (tmp_path / "out" / "report.json").read_text()
     found = json.loads(report)
     assert (found["ok"], found["exit_code"], found["engine"]["settings"]["mode"]) == (False, Outcome.ENGINE, "cow")
-    assert found["violation"].startswith("nwor audit, step ")
-    assert " 1 bytes differ from the expected ones" in found["violation"]
-    assert found["violation"] in (tmp_path / "out" / "engine.log").read_text()
+    assert found["error"].startswith("nwor audit, step ")
+    assert " 1 bytes differ from the expected ones" in found["error"]
+    assert found["error"] in (tmp_path / "out" / "engine.log").read_text()
     for private in ("s3cr3t", str(PROMPT)[1:-1], str(tmp_path)):
         assert private not in report
 

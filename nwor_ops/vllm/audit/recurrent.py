@@ -70,7 +70,7 @@ class StateAudit(StepListener, RecurrentListener):
                     rows, first, *_ = builder.group.cursors.table[slot].tolist()
                     where = f"from row {first} of a ring" if builder.group.cursors.chunk else f"in half {first}"
                     raise AuditError(
-                        f"nwor audit: the plan skipped the request in block {slot} with {end - start} tokens: "
+                        f"{self._where}: the plan skipped the request in block {slot} with {end - start} tokens: "
                         f"the count of its accepted tokens, or its cursor ({rows} rows {where}), is invalid"
                     )
                 if source:
@@ -103,13 +103,13 @@ class StateAudit(StepListener, RecurrentListener):
                 continue
             if pending := int(cursors[block, ::2].sum()):
                 raise AuditError(
-                    f"nwor audit: vLLM wrote a checkpoint of layer {layer.prefix} to block {block}, where {pending} "
+                    f"{self._where}: vLLM wrote a checkpoint of layer {layer.prefix} to block {block}, where {pending} "
                     f"rows of another window are pending"
                 )
             wanted = emitted[index].to(states.dtype)
             if differ := int((bytes_of(states[block]) != bytes_of(wanted)).sum()):
                 raise AuditError(
-                    f"nwor audit: the checkpoint of layer {layer.prefix} in block {block} is not the state that the "
+                    f"{self._where}: the checkpoint of layer {layer.prefix} in block {block} is not the state that the "
                     f"prefill computed after {offset} tokens: {differ} bytes differ"
                 )
             self._exported[layer.prefix, block] = wanted.clone()
@@ -146,7 +146,7 @@ class StateAudit(StepListener, RecurrentListener):
                 copied = (cache.state, *cache.records)
                 if differ := sum(int((bytes_of(part[target]) != bytes_of(part[source])).sum()) for part in copied):
                     raise AuditError(
-                        f"nwor audit: state and record of layer {name} in block {target} are not those of block "
+                        f"{self._where}: state and record of layer {name} in block {target} are not those of block "
                         f"{source}, from where they moved: {differ} bytes differ"
                     )
                 self._counts["moves"] += 1
@@ -185,7 +185,7 @@ class StateAudit(StepListener, RecurrentListener):
                 continue
             if rows and (kept is None or len(kept) < rows):
                 raise AuditError(
-                    f"nwor audit: layer {name} reapplies {rows} rows that no window of block {source} recorded"
+                    f"{self._where}: layer {name} reapplies {rows} rows that no window of block {source} recorded"
                 )
             exported = self._exported.get((name, source))
             after = kept[rows - 1] if rows and kept is not None else None
@@ -200,10 +200,14 @@ class StateAudit(StepListener, RecurrentListener):
             if differ := int((bytes_of(stored) != bytes_of(wanted)).sum()):
                 block = f"block {target}" if target else f"block {source} with its pending rows"
                 raise AuditError(
-                    f"nwor audit: the state of layer {name} in {block} is not {what}: {differ} bytes differ"
+                    f"{self._where}: the state of layer {name} in {block} is not {what}: {differ} bytes differ"
                 )
             self._exported.pop((name, target), None)
             self._counts["states_compared"] += 1
+
+    @property
+    def _where(self) -> str:
+        return f"nwor audit, step {self._counts['steps']}"
 
     def _names(self) -> Iterable[str]:
         return (name for builder in self._builders for name in builder.group.layers)
