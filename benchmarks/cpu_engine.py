@@ -24,6 +24,7 @@ from results import Row, ratios, row, save
 from nwor_ops.cli.demo_engine import DemoEngine
 from nwor_ops.testing.engine_process import EngineProcess, engine_environment, serve
 from nwor_ops.testing.tiny_llama import Size, write_tiny_llama
+from nwor_ops.testing.workload import tiny_llama_requests
 
 SIZES = {
     "tiny": (Size(), 60),
@@ -42,9 +43,9 @@ class SwitchedEngine(DemoEngine):
 
 
 def measure(name: str, size: Size, rounds: int, folder: pathlib.Path) -> list[Row]:
-    from nwor_ops.cli.demo import make_job
+    from nwor_ops.cli.demo import OUTPUT_TOKENS, make_job
 
-    job = make_job(str(write_tiny_llama(folder / name, size=size)))
+    job = make_job(str(write_tiny_llama(folder / name, size=size)), tiny_llama_requests(OUTPUT_TOKENS))
     engine = EngineProcess(name, job, folder, engine_environment("cow", audit=False), program=(__file__,))
     answers: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
     try:

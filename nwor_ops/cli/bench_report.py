@@ -198,6 +198,7 @@ def print_loads(report: Report, feature: str, loads: Sequence[Load]) -> None:
                 "" if side == VANILLA else load.ratio,
             ))  # fmt: skip
     report.table(rows, left=2)
+    report.line("")
     for load in loads:
         report.line(sentence(load), style=STYLES[load.finding])
     if any(load.finding is Finding.NOT_COMPARABLE for load in loads):

