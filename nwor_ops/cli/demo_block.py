@@ -70,6 +70,7 @@ class BlockWatch(StepListener):
 
     def _bytes(self, block: int) -> Tensor:
         """Return what the first layer holds in a block: ``[slots, elements]``."""
-        slots, storage = block * self._size + torch.arange(self._size), self._layer.kv_cache.untyped_storage()
+        slots = block * self._size + torch.arange(self._size, device="cpu")
+        storage = self._layer.kv_cache.untyped_storage()
         rows = [elements(storage, plane)[positions(plane, slots)].flatten(1) for plane in self._layer.cache.planes]
         return torch.cat(rows, dim=1).cpu()
