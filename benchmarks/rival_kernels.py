@@ -1,7 +1,7 @@
 """Compare gated_delta_verify with the kernels of FlashInfer, SGLang and vLLM: microseconds per layer.
 
     python benchmarks/rival_kernels.py [--folder FOLDER] [--seconds 450]
-    TRITON_INTERPRET=1 python benchmarks/rival_kernels.py --check ours chunk16 vllm sglang     # without a GPU
+    python benchmarks/rival_kernels.py --check ours chunk16      # only compare with the formula; also without a GPU
 
 Layers, inputs, accepted counts and measurement are those of `recurrent_kernel.py`. All sides read the same inputs.
 The requests are at different rows of their chunks and rings, so each step stores the states of as many as the next.

@@ -333,7 +333,7 @@ def test_connectors_that_recurrent_supports() -> None:
             check_state_connectors(with_connector(name))
     inner = [child("SimpleCPUOffloadConnector"), child("NixlConnector")]
     check_state_connectors(with_connector("MultiConnector", connectors=inner))
-    with pytest.raises(Unsupported, match="with KV connector LMCacheMPConnector: vLLM uses the class of the `lmcache`"):
+    with pytest.raises(Unsupported, match="with KV connector LMCacheMPConnector: keys of the `lmcache` package"):
         check_state_connectors(with_connector("MultiConnector", connectors=[*inner, child("LMCacheMPConnector")]))
 
 

@@ -53,7 +53,7 @@ CONNECTORS = {
         "at `wait_for_save`, after an event: full blocks, at the end of a hybrid request a partial one"),
     "LMCacheMPConnector": Connector(
         "at `wait_for_save`, after an event: full chunks",
-        recurrent="vLLM uses the class of the `lmcache` package if it is installed; that class was not reviewed"),
+        recurrent="keys of the `lmcache` package name the model, but not the layout of a page with a record"),
     "LMCacheConnectorV1": Connector(
         "at `wait_for_save`, or in attention: full chunks", layer_wise=True, loads_any_time=False,
         recurrent=_NOT_HYBRID),
