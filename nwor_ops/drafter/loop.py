@@ -68,7 +68,7 @@ class DraftLoop(BoundToMemory):
         pool: memory pool of the graphs (``torch.cuda.graph_pool_handle()``), or a function that returns a context
             manager around each capture, which yields the pool. None means a new pool.
         debug: before each replay, compare addresses, shapes and strides of ``buffers.tensors()`` with those of the
-            capture.
+            capture. Before each run, check ``idx_mapping``, which synchronizes. On the CPU it is always checked.
 
     Attributes:
         counts: number of runs by pass and mode: ``counts["decode", "loop"]``, ``counts["first_pass", "eager"]``, ... A
@@ -229,6 +229,8 @@ class DraftLoop(BoundToMemory):
 
         Raises:
             ValueError: ``num_reqs``, ``key`` or ``num_drafts`` does not fit, or the metadata does not support "loop".
+                On the CPU and with ``debug=True`` also if ``idx_mapping`` is negative in a row before ``num_reqs``,
+                whose drafts would be those of an earlier run.
             RuntimeError: the mode needs a graph that was not captured. With ``debug=True`` also if a tensor that a
                 graph reads has moved.
         """
@@ -340,6 +342,7 @@ class DraftLoop(BoundToMemory):
         started = time.perf_counter()
         chosen, key = self._choose(num_reqs, query_len, mode, key, num_drafts)
         recording = self._recording(chosen, key, replay, num_drafts)
+        self._check_requests(num_reqs)
         if query_len == 1:
             if not inert_tails:
                 self.buffers.pad_rows(num_reqs, key.num_reqs)
@@ -425,6 +428,16 @@ class DraftLoop(BoundToMemory):
         if not 0 <= num_reqs <= self.buffers.max_num_reqs:
             raise ValueError(
                 f"DraftLoop: num_reqs must be 0 to {self.buffers.max_num_reqs}, the rows of the buffers, got {num_reqs}"
+            )
+
+    def _check_requests(self, num_reqs: int) -> None:
+        """Raise if a row has no request. No kernel would write its drafts, which would be those of an earlier run."""
+        if not self.debug and not validation.reads_values(self.buffers.device):
+            return
+        for row in (self.buffers.idx_mapping[:num_reqs] < 0).nonzero()[:1, 0].tolist():
+            raise ValueError(
+                f"DraftLoop: idx_mapping must name the request of each of {num_reqs} rows, got "
+                f"{int(self.buffers.idx_mapping[row])} in row {row}"
             )
 
     def _checked(self, key: GraphKey, num_reqs: int, query_len: int | None = None) -> GraphKey:

@@ -163,6 +163,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         self.window_id = zeros(1, dtype=torch.int64)
         self.query_start_loc = zeros(requests + 1)
         self.num_kept = zeros(self.num_slots)  # tokens of each slot's last window that stay
+        self._num_tokens = zeros(self.num_slots, dtype=torch.int64)  # tokens of each slot's state; slot 0 has any
         self._slots = zeros(requests, dtype=torch.int64)
         self._batch_kept = zeros(requests)  # the same for the requests of a batch
         caches = {name: layer.cache for name, layer in self._layers.items()}
@@ -198,14 +199,20 @@ class RecurrentStates(Stateful[RecurrentLayer]):
 
     # ------------------------------------------------------------ a window
 
-    def begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None = None) -> None:
+    def begin(
+        self,
+        state_slots: Tensor,
+        query_start_loc: Tensor,
+        is_window: Tensor | None = None,
+        num_computed_tokens: Tensor | None = None,
+    ) -> None:
         """Open a window. One kernel plans it for all layers: the rows to reapply, and where to record the window.
 
         The arguments are copied, so the caller may change them afterwards.
 
         Args:
-            state_slots: int32 or int64 ``[R]``, any stride: the slot of each request; 0 or less = padding. Slots must
-                be distinct.
+            state_slots: int32 or int64 ``[R]``, any stride: the slot of each request, from 1 on; -1 = padding. Slots
+                must be distinct.
             query_start_loc: int32 ``[>= R + 1]``, contiguous: the first token of each request in the batch, and the
                 end of the last one. A request has up to ``max_window`` tokens: first its known tokens (which may be the
                 next ones of a prompt), then its draft tokens. A request without tokens is not part of this window.
@@ -213,26 +220,41 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 prompts, writes the state of a request in this step. Such a request may have more tokens, and
                 :meth:`verify` writes zeros for them. Its pending rows are dropped, so call :meth:`fold` before, unless
                 the other kernel starts a new state.
+            num_computed_tokens: int32 or int64 ``[>= R]``, or None = not checked: number of each request's tokens
+                before this window. Its slot must hold the state of as many tokens. So a slot that was not
+                :meth:`reset` for a new request is found, and so is a wrong ``num_kept``. Pass it in every window.
 
         Raises:
             ValueError, TypeError: there are more than ``max_num_requests`` requests, or a shape, dtype or device is
                 wrong.
-            ValueError, IndexError: on the CPU, a window is too long, a slot does not exist, or two requests have the
-                same slot. Nothing has changed then. On CUDA such a request is skipped and counted (:meth:`stats`). If
-                debug mode raises for it, the window is open, so call :meth:`cancel`.
+            ValueError, IndexError: on the CPU, a window is too long, a slot does not exist, a request with tokens has
+                slot 0 or another number of computed tokens, or two requests have the same slot. Nothing has changed
+                then. On CUDA such a request is skipped and counted (:meth:`stats`). If debug mode raises for it, the
+                window is open, so call :meth:`cancel`.
         """
         self._require(State.CLOSED, "begin")
-        self._check_begin(state_slots, query_start_loc, is_window)
+        self._check_begin(state_slots, query_start_loc, is_window, num_computed_tokens)
         requests = state_slots.shape[0]
         slots, kept = self._slots[:requests], self._batch_kept[:requests]
         slots.copy_(state_slots).clamp_(0, self.num_slots - 1)
         torch.index_select(self.num_kept, 0, slots, out=kept)
+        wrong = state_slots == 0
+        if num_computed_tokens is not None:
+            computed, held = num_computed_tokens[:requests], self._num_tokens[slots]
+            others = torch.zeros_like(wrong) if is_window is None else ~is_window[:requests]
+            wrong |= (state_slots > 0) & ~others & (computed != held)
+        if validation.reads_values(self.device):
+            self._check_requests(wrong, state_slots, query_start_loc, num_computed_tokens)
         self._num_requests = requests
         self._verified.clear()
         with self._opening(self.plan):
-            self.cursors.plan_window(
-                self.plan, self.window_id, state_slots, query_start_loc, kept, self.max_window, is_window
-            )
+            self.cursors.plan_window(  # it skips and counts a slot that does not exist
+                self.plan, self.window_id, state_slots.masked_fill(wrong, self.num_slots), query_start_loc, kept,
+                self.max_window, is_window,
+            )  # fmt: skip
+        if num_computed_tokens is not None and is_window is not None:  # the other kernel's tokens
+            after = computed + query_start_loc[: requests + 1].diff()
+            self._num_tokens.scatter_(0, slots, torch.where(others, after, held))
         self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
         if requests < self.max_num_requests:  # the other rows have no tokens
             self.query_start_loc[requests + 1 :].copy_(query_start_loc[requests : requests + 1])
@@ -338,6 +360,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         if self.device.type == "cpu":
             self._check_commit(slots, num_kept)
         self.num_kept.scatter_(0, slots, num_kept[:requests])
+        self._num_tokens.scatter_add_(0, slots, num_kept[:requests].long())
         self._close()
 
     def cancel(self) -> None:
@@ -410,6 +433,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         self._check_slots("reset: slots", slots)
         rows = self._existing("reset", slots)
         self.cursors.drop(rows)
+        self._num_tokens.index_fill_(0, rows, 0)
         for layer in self._layers.values():
             layer.cache.state.index_fill_(0, rows, 0)
 
@@ -438,6 +462,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         self._fold_number.sub_(1)
         with self._opening(plan):  # the plan clears the cursors before the first layer is folded
             self.cursors.plan_fold(plan, source_slots, target_slots, kept, keep_source)
+        sources, targets = self._existing("copy", source_slots), self._existing("copy", target_slots)
+        self._num_tokens.scatter_(0, torch.where(sources > 0, targets, 0), self._num_tokens[sources])
         self._finish_fold()
 
     def _finish_fold(self) -> None:
@@ -456,7 +482,13 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             raise IndexError(f"{method}: slots must be less than {self.num_slots}, got {int(slots.max())}")
         return torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
 
-    def _check_begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None) -> None:
+    def _check_begin(
+        self,
+        state_slots: Tensor,
+        query_start_loc: Tensor,
+        is_window: Tensor | None,
+        num_computed_tokens: Tensor | None,
+    ) -> None:
         self._check_slots("begin: state_slots", state_slots)
         requests = state_slots.shape[0]
         if requests > self.max_num_requests:
@@ -469,6 +501,28 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         )
         if is_window is not None:
             validation.tensor("begin: is_window", is_window, torch.bool, dims=1, least=requests, device=self.device)
+        if num_computed_tokens is not None:
+            what = "begin: num_computed_tokens"
+            validation.tensor(what, num_computed_tokens, *_SLOT_DTYPES, dims=1, least=requests, device=self.device)
+
+    def _check_requests(
+        self, wrong: Tensor, state_slots: Tensor, query_start_loc: Tensor, num_computed_tokens: Tensor | None
+    ) -> None:
+        """Raise for the first request with tokens and a wrong slot. Only on the CPU, because it reads values."""
+        tokens = query_start_loc[: len(wrong) + 1].diff()
+        for request in (wrong & (tokens > 0)).nonzero()[:1, 0].tolist():
+            slot = int(state_slots[request])
+            if slot == 0:
+                raise ValueError(
+                    f"begin: state_slots must be 1 to {self.num_slots - 1} for request {request}, which has tokens, "
+                    "got 0; -1 is padding"
+                )
+            if slot < self.num_slots and num_computed_tokens is not None:
+                raise ValueError(
+                    f"begin: num_computed_tokens must be {int(self._num_tokens[slot])} for request {request} (slot "
+                    f"{slot}), the tokens of its state, got {int(num_computed_tokens[request])}; call reset() for a "
+                    "new request"
+                )
 
     def _check_commit(self, slots: Tensor, num_kept: Tensor) -> None:
         """Check the counts, and that every layer ran. Only on the CPU, because it reads values."""

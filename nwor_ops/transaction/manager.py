@@ -395,10 +395,15 @@ class DraftCommitManager(Stateful[Layer]):
         checked before the first launch, so only the device can fail between two launches.
 
         Raises:
-            ValueError, TypeError: as :func:`nwor_ops.reject_rows`.
+            ValueError, TypeError: as :func:`nwor_ops.reject_rows`. On the CPU also if there are more ids than drafts in
+                the window.
+            RuntimeError: on the CPU, in mode ``"cow"``: no layer has written in the window, so nothing can be undone.
         """
         if self._state is not _OPEN or self._unfinished:
             self._window_to_commit("commit")
+        if validation.reads_values(self.device):
+            self._check_drafts(draft_token_ids)
+            self._check_writes("commit")
         self._unfinished = "commit"
         try:
             commit_tokens_bound(draft_token_ids, sampled_token_ids, self._handles.commit_tokens)
@@ -415,6 +420,8 @@ class DraftCommitManager(Stateful[Layer]):
         """
         if self._state is not _OPEN or self._unfinished:
             self._window_to_commit("commit_rejected")
+        if validation.reads_values(self.device):
+            self._check_writes("commit_rejected")
         self._unfinished = "commit_rejected"
         try:
             commit_bound(num_rejected, self._handles.commit)
@@ -522,6 +529,26 @@ class DraftCommitManager(Stateful[Layer]):
         if self._unfinished:
             raise RuntimeError(f"{method}: {self._unfinished}() has failed for the open window; call cancel() first")
         return self._window
+
+    def _check_drafts(self, draft_token_ids: Tensor) -> None:
+        """Raise if there are ids after those of the planned drafts. The rows of such drafts would stay."""
+        planned = int(self.buffers.draft_start_loc[-1])
+        if (
+            isinstance(draft_token_ids, Tensor)
+            and draft_token_ids.dim() == 1
+            and (draft_token_ids[planned:] >= 0).any()
+        ):
+            raise ValueError(
+                f"commit: draft_token_ids must hold the {planned} drafts of the window, then -1, got "
+                f"{int((draft_token_ids >= 0).sum())}; cu_num_draft_tokens is cumulative, see Window.from_counts"
+            )
+
+    def _check_writes(self, method: str) -> None:
+        if isinstance(self.recovery, UndoLog) and not self.recovery.has_logged():
+            raise RuntimeError(
+                f"{method}: no layer has written in this window; call write() or log() at each KV-write site, "
+                "or cancel()"
+            )
 
     def _num_requests(self, window: Window) -> int:
         return window.cu_num_draft_tokens.size(0) - self._handles.layout.leading_zero

@@ -121,6 +121,11 @@ class UndoLog(BoundToMemory):
     def _restore(self, launch: Launch) -> dict[str, Any]:
         return _restore_arguments(launch, self._buffers.row_rejected, self._buffers.window_id)
 
+    def has_logged(self) -> bool:
+        """Return whether a layer has logged a draft of the open window, or no draft has a slot. This reads values."""
+        number, slots = self._buffers.window_id, self._buffers.row_slots
+        return bool(any((of_class.row_windows == number).any() for of_class in self.classes) or not (slots >= 0).any())
+
     def restore(self, rejected: Tensor, window_id: Tensor) -> None:
         """Restore the logged rows that are rejected and that the window with this number has logged."""
         for launch in self.launches:

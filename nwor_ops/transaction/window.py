@@ -7,12 +7,13 @@ them. Its addresses never change, so a CUDA graph captured once reads the values
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nwor_ops import ops
+from nwor_ops import ops, validation
 from nwor_ops.validation import BoundToMemory
 
 
@@ -85,6 +86,29 @@ class Window(NamedTuple):
     block_tables: Mapping[str, Tensor] | None = None
     request_states: Tensor | None = None
     leading_zero: bool = False
+
+    @classmethod
+    def from_counts(cls, query_start_loc: Tensor, counts: Sequence[int] | Tensor, **fields: Any) -> Window:
+        """Return a window from the number of drafts of each request, in place of cumulative numbers.
+
+        Args:
+            query_start_loc: as in the window.
+            counts: integers, or an int32 or int64 tensor ``[Q]`` on the manager's device. Padded requests have 0.
+                From integers, ``num_draft_tokens`` is known too.
+            fields: the other fields, except ``num_bonus_tokens`` and ``leading_zero``.
+
+        Example:
+            >>> import torch
+            >>> window = nwor_ops.Window.from_counts(torch.tensor([0, 3, 4], dtype=torch.int32), [2, 0])
+            >>> window.cu_num_draft_tokens.tolist(), window.num_draft_tokens
+            ([2, 2], 2)
+        """
+        if isinstance(counts, Tensor):
+            return cls(query_start_loc, counts.cumsum(0, dtype=torch.int32), **fields)
+        for request, count in enumerate(counts):
+            validation.integer(f"Window.from_counts: counts[{request}]", count, 0)
+        ends = numbers_on(query_start_loc.device, list(accumulate(counts))).int()
+        return cls(query_start_loc, ends, num_draft_tokens=sum(counts), **fields)
 
 
 def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:

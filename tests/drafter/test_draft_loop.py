@@ -28,7 +28,7 @@ from draft_loops import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from no_sync import NoHostReads
+from no_sync import NoHostReads, as_on_a_device
 from paged_drafter import PagedMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import one_thread  # noqa: F401
@@ -234,7 +234,7 @@ def test_step_is_two_kernels():
     with torch.no_grad(), Operations() as done:
         loop._step(GraphKey(3), "built")
     assert done.names == ["nwor.gumbel_sample.default", "nwor.update_draft_inputs.default"]
-    with Operations() as done:
+    with as_on_a_device(), Operations() as done:
         loop.run(3, "loop", replay=False)
     step = ["aten.fill_.Scalar", "nwor.gumbel_sample.default", "nwor.update_draft_inputs.default"]
     assert done.names == step[:1] + 3 * step  # the first one belongs to the build
@@ -268,6 +268,20 @@ def test_sampler_column_is_data():
     assert all(torch.equal(cache[:, step], logits) for step in (1, 2, 3))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_without_a_request_are_refused(mode):
+    """Their drafts would be those of the last round, because no kernel writes them."""
+    follower = Follower(5, 6, max_len=30)
+    follower.load(4, seed=0)
+    follower.loop.buffers.idx_mapping[2:] = -1
+    before = follower.loop.buffers.draft_tokens.clone()
+    sentence = r"^DraftLoop: idx_mapping must name the request of each of 4 rows, got -1 in row 2"
+    with pytest.raises(ValueError, match=sentence):
+        follower.loop.run(4, mode, key=GraphKey(6), replay=False)
+    assert torch.equal(follower.loop.buffers.draft_tokens, before)
+    follower.loop.run(2, mode, key=GraphKey(6), replay=False)
+
+
 class NoValuesOut(NoHostReads):
     NAMES = NoHostReads.NAMES - {"to"}  # a cast of the model
 
@@ -277,14 +291,14 @@ def test_nothing_is_read_back(mode):
     """Neither the loop nor the code around it copies a value to the host, and no size depends on data."""
     follower = Follower(5, 6, max_len=30)
     follower.load(4, seed=0)
-    with NoValuesOut():
+    with as_on_a_device(), NoValuesOut():
         follower.loop.run(4, mode, key=GraphKey(6), replay=False)
     drafter = make_drafter(3, 4, debug=False)
     batch = make_round(drafter, 3, 0)
     expected = body(drafter, batch, mode, 4)
     buffers = drafter.buffers
     drafter.target.load(batch.verified, batch.lengths, batch.num_rejected, batch.states, batch.next_tokens)
-    with NoValuesOut():
+    with as_on_a_device(), NoValuesOut():
         drafter.loop.run_first_pass(3, 5, mode, key=GraphKey(4, 5), replay=False)
         drafter.loop.run(3, mode, key=GraphKey(4), replay=False, inert_tails=True)
     assert buffers.draft_tokens[:3].tolist() == expected
@@ -575,6 +589,7 @@ def test_missing_graph_is_refused():
 
 def make_loop(**changes):
     buffers = DraftBuffers.allocate(4, 3, "cpu")
+    buffers.idx_mapping.copy_(torch.arange(4))
     sampler = DraftSampler(buffers, torch.zeros(4), torch.zeros(4, dtype=torch.int64))
     return DraftLoop(
         **{"model_fn": lambda key, metadata: torch.zeros(key.num_tokens, 9), "sample_fn": sampler, "max_len": 9}
@@ -609,6 +624,7 @@ def test_outputs_of_functions_are_checked():
     with pytest.raises(TypeError, match=r"the result of sample_fn must be a tensor, got \[1, 2\]"):
         make_loop(sample_fn=lambda key, out: [1, 2]).run(2)
     carrying = Follower(3, 4, 20)
+    carrying.load(2, seed=0)
     carrying.loop.model_fn = lambda key, metadata: torch.zeros(2, 9)
     with pytest.raises(ValueError, match=r"must return hidden states, in a pair with its output: buffers.hidden_"):
         carrying.loop.run(2)

@@ -46,9 +46,9 @@ def test_nothing_waits_and_layers_are_replayed(device, chunk):
         outs = {name: decoding.verify(name, inputs[name]) for name in kinds}
 
     for step in range(40):
-        order = [slot for slot in slots if decoding.draw(0, 4)] + [0]
+        order = [slot for slot in slots if decoding.draw(0, 4)] + [-1]
         lengths = [decoding.draw(0, decoding.max_window) for _ in order]
-        windows = {slot: length for slot, length in zip(order, lengths, strict=True) if slot and length}
+        windows = {slot: length for slot, length in zip(order, lengths, strict=True) if slot > 0 and length}
         stay = {slot: decoding.draw(1, length) for slot, length in windows.items()}
         fresh = {name: decoding.inputs(name, TOKENS) for name in kinds}
         state_slots = decoding.tensor(order, torch.int64)

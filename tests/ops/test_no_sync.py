@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from no_sync import Forbidden, guard
+from no_sync import Forbidden, as_on_a_device, guard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transactions import KINDS, Batch, Request, Transactions, one_thread  # noqa: F401
@@ -100,7 +100,7 @@ def allocated_bytes(profile: torch.profiler.profile) -> int:
 @contextmanager
 def counted(result: list[int]):
     cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+    with as_on_a_device(), torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         yield
     result.append(allocated_bytes(profile))
 

@@ -47,7 +47,7 @@ def decode_at_random(decoding: Decoding, steps: int, num_requests: int) -> None:
     for _ in range(steps):
         order = [slot for slot in torch.randperm(num_requests, generator=decoding.generator).add(1).tolist()
                  if decoding.draw(0, 3)]  # fmt: skip
-        order.insert(decoding.draw(0, len(order)), -decoding.draw(0, 1))  # a padded request
+        order.insert(decoding.draw(0, len(order)), -1)  # a padded request
         lengths = [decoding.draw(0, decoding.max_window) for _ in order]
         decoding.begin(order, lengths)
         decoding.forward()
@@ -170,7 +170,7 @@ def interrupted(monkeypatch, op, number, moment, error=OSError):
 
 def test_a_batch_without_any_window_needs_no_layer():
     decoding = one_layer()
-    decoding.begin([1, 0], [9, 2], is_window=[False, True])
+    decoding.begin([1, -1], [9, 2], is_window=[False, True])
     decoding.states.commit(int32(1, 1))
     assert decoding.states.state is State.CLOSED
 
@@ -220,6 +220,72 @@ def test_reset(device):
         assert not decoding.state_of(2, name).any()
         assert decoding.state_of(3, name).isnan().all()
     assert decoding.states.cursors.table[[1, 2], 0].tolist() == [4, 0]
+
+
+# ---------------------------------------------------------------- mistakes of an engine
+
+
+def test_tokens_in_slot_0_are_refused(device):
+    """Slot 0 is padding. A request there would get zeros. On CUDA it does too, and is counted."""
+    decoding = Decoding(["gdn"], max_requests=3, device=device)
+    decoding.start(1)
+    arguments = decoding.tensor([1, 0, -1]), decoding.tensor([0, 2, 4, 6])
+    if device == "cpu":
+        with pytest.raises(
+            ValueError, match=r"^begin: state_slots must be 1 to 7 for request 1, which has tokens, got 0"
+        ):
+            decoding.states.begin(*arguments)
+        assert decoding.states.state is State.CLOSED
+    else:
+        decoding.states.begin(*arguments)
+        assert decoding.states.plan[1:].tolist() == [[0] * 4] * 2
+        decoding.states.cancel()
+        assert decoding.states.stats().skipped_requests == 1
+    decoding.states.begin(decoding.tensor([1, 0]), decoding.tensor([0, 2, 2]))  # without tokens it is padding
+
+
+def test_slot_of_an_earlier_request_needs_a_reset(device):
+    """A request that begins, or goes on, must find the state of exactly its earlier tokens."""
+    decoding = Decoding(["gdn"], max_requests=2, device=device)
+    states = decoding.states
+    decoding.start(1, 2)
+
+    def begin(computed: list[int], is_window: list[bool] | None = None) -> None:
+        decoding.begin([1, 2], [2, 2], is_window, computed)
+
+    def refuse(computed: list[int], held: int) -> None:
+        skipped = states.stats().skipped_requests
+        if device == "cpu":
+            sentence = (
+                rf"^begin: num_computed_tokens must be {held} for request 1 .slot 2., .*, got {computed[1]}; .*reset"
+            )
+            with pytest.raises(ValueError, match=sentence):
+                begin(computed)
+            assert states.state is State.CLOSED
+        else:
+            begin(computed)
+            assert states.plan[:, 0].tolist() == [1, 0]
+            states.cancel()
+            assert states.stats().skipped_requests == skipped + 1
+
+    begin([0, 0])
+    decoding.forward()
+    decoding.commit({1: 2, 2: 1})
+    refuse([2, 0], held=1)
+    begin([2, 1])
+    decoding.forward()
+    states.cancel()  # nothing stays
+    begin([2, 1])
+    decoding.forward()
+    decoding.commit({1: 1, 2: 2})
+    refuse([3, 4], held=3)
+    states.reset(decoding.tensor([2]))
+    begin([3, 0], [True, False])  # another kernel runs the first two tokens of request 2
+    decoding.forward()
+    decoding.commit({1: 1})
+    refuse([4, 0], held=2)
+    states.copy(decoding.tensor([1]), decoding.tensor([2]))
+    begin([4, 4])
 
 
 # ---------------------------------------------------------------- compiled

@@ -118,7 +118,7 @@ class Engine(Counted):
         lengths = [data.draw(st.sampled_from([3, 2, 1, 0] if opens else [1, 9]), "length") for opens in windows]
         others = [slot for slot, opens in zip(slots, windows, strict=True) if not opens]
         self.states.fold(self.decoding.tensor(others))
-        slots, lengths, windows = [*slots, 0], [*lengths, data.draw(st.integers(0, 2), "padding")], [*windows, True]
+        slots, lengths, windows = [*slots, -1], [*lengths, data.draw(st.integers(0, 2), "padding")], [*windows, True]
         self.decoding.begin(slots, lengths, windows if others else None)
         return slots, lengths, windows
 

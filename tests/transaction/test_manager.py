@@ -134,7 +134,9 @@ def test_begin_twice():
 def test_outside_a_window(name, arguments, earlier):
     manager = allocated_manager()
     if earlier != "never":
-        manager.begin(small_window())
+        window = small_window()
+        window.slot_mappings["default"].fill_(-1)  # nothing to write
+        manager.begin(window)
         {
             "commit": lambda: manager.commit_rejected(int32(1, 1)),
             "cancel": manager.cancel,
@@ -224,6 +226,57 @@ def test_commit_needs_a_column_per_draft():
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     transactions.manager.cancel()
     transactions.assert_as_expected()
+
+
+# ---------------------------------------------------------------- mistakes of an engine
+
+
+def test_counts_in_place_of_cumulative_counts():
+    """[2, 2] for [2, 4]: the second request's drafts would stay in the cache, as tokens without a draft."""
+    manager, cache = new_manager(), torch.zeros(2, 4, 2, 16)
+    manager.register_layer("a", LayerCache.packed(cache))
+    manager.allocate()
+    slots = torch.arange(6)
+    drafts, sampled = torch.tensor([5, 6, 7, 8]), torch.tensor([[5, 9, -1], [9, -1, -1]])
+    manager.begin(Window(int32(0, 3, 6), int32(2, 2), {"default": slots}))
+    manager.write("a", *key_value(6), slots)
+    sentence = r"commit: draft_token_ids must hold the 2 drafts of the window, then -1, got 4; .*Window.from_counts"
+    with pytest.raises(ValueError, match=sentence):
+        manager.commit(drafts, sampled)
+    manager.cancel()
+    for counts, known in (([2, 2], 4), (int32(2, 2), None)):
+        cache.zero_()
+        window = Window.from_counts(int32(0, 3, 6), counts, slot_mappings={"default": slots})
+        assert window.cu_num_draft_tokens.dtype == torch.int32
+        assert (window.cu_num_draft_tokens.tolist(), window.num_draft_tokens) == ([2, 4], known)
+        manager.begin(window)
+        manager.write("a", *key_value(6), slots)
+        manager.commit(torch.cat([drafts, torch.tensor([-1])]), sampled)  # padded
+        assert cache.view(8, 32)[:, 0].tolist() == [1, 1, 0, 1, 0, 0, 0, 0]
+    with pytest.raises(ValueError, match=r"Window.from_counts: counts\[1\] must be at least 0, got -1"):
+        Window.from_counts(int32(0, 3, 6), [2, -1])
+
+
+@pytest.mark.parametrize("end", ["commit", "commit_rejected"])
+def test_window_that_no_layer_wrote(end):
+    """An engine whose write site does not call the manager. Without slots there is nothing to write."""
+    manager = allocated_manager()
+    arguments = (int32(0, 0),) if end == "commit_rejected" else (torch.tensor([5, 6]), torch.tensor([[5, 7], [6, 7]]))
+    window = small_window()
+    manager.begin(window)
+    with pytest.raises(RuntimeError, match=rf"{end}: no layer has written in this window; call write\(\) or log\(\)"):
+        getattr(manager, end)(*arguments)
+    manager.cancel()
+    window.slot_mappings["default"].fill_(-1)
+    manager.begin(window)
+    getattr(manager, end)(*arguments)
+    assert manager.stats().accepted == 2
+
+
+def test_packed_rows_of_odd_width():
+    """577 elements are not a key and a value: 288 and 289 would be."""
+    with pytest.raises(ValueError, match=r"packed plane must have an even width, got \[2, 4, 1, 577\]"):
+        LayerCache.packed(torch.zeros(2, 4, 1, 577))
 
 
 # ---------------------------------------------------------------- what is left in the cache
