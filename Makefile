@@ -128,9 +128,9 @@ check: lint types setup
 lint: $(READY)
 	@echo "== lint"
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check . || { echo "lint: run make format"; exit 1; }
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/clang-format --dry-run --Werror $(CPP) || { echo "lint: run make format"; exit 1; }
 
 types: $(READY)
 	@echo "== types"

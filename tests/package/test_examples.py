@@ -9,6 +9,7 @@ from math import prod
 
 import draft_loop
 import draft_vocabulary
+import one_state_in_200_lines
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 from tree_in_pages import PagesVerifier
+
+from nwor_ops import RecurrentCache, RecurrentStates
 
 EXAMPLES = ROOT / "examples"
 
@@ -455,6 +458,40 @@ def test_chunk_form_decodes_the_same():
     assert texts[0] == texts[1] == exact.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=False)
     stats = chunk.manager.stats()
     assert min(stats.accepted, stats.rejected) > 20
+
+
+def test_one_state_in_one_file_equals_the_library():
+    """With drafts that are rejected, a cancelled window, a fold and a reused slot. Both add in another order."""
+    sizes, generator = {"heads": 2, "key_size": 64, "value_size": 64}, torch.Generator().manual_seed(0)
+    example = one_state_in_200_lines.OneState(2, 3, **sizes)
+    cache = RecurrentCache.new(
+        num_slots=2, max_window=3, num_key_heads=2, num_value_heads=2, key_size=64, value_size=64, dtype=torch.float32
+    )
+    states = RecurrentStates(max_num_requests=1, device="cpu")
+    states.register_layer("a", cache)
+    states.allocate()
+    slot = torch.tensor([1])
+    for step, (length, stays) in enumerate([(3, 1), (2, 2), (3, 0), (3, 2), (1, 1), (3, 3), (3, 1)]):
+        window = [one_state_in_200_lines.random_token(**sizes, generator=generator) for _ in range(length)]
+        q, k, v, decay, beta = (torch.stack([token[name] for token in window]) for name in window[0])
+        states.begin(slot, torch.tensor([0, length], dtype=torch.int32))
+        out = states.verify("a", q, k, v, decay.log(), beta, None, None, scale=1.0, use_qk_l2norm=False)
+        torch.testing.assert_close(out, example.verify(1, window), rtol=1e-4, atol=1e-5)
+        assert out.abs().max() > 0.01
+        if stays:
+            states.commit(torch.tensor([stays], dtype=torch.int32))
+            example.commit(1, stays)
+        else:
+            states.cancel()
+            example.cancel(1)
+        if step in (1, 4):
+            states.fold(slot)
+            example.fold(1)
+            torch.testing.assert_close(cache.state[1], example.states[1], rtol=1e-4, atol=1e-5)
+        if step == 4:
+            states.reset(slot)
+            example.reset(1)
+    assert one_state_in_200_lines.main() < 1e-5
 
 
 def test_failed_hybrid_forward_is_undone(plain_hybrid):
