@@ -10,8 +10,8 @@ A step verifies a known token and K drafts. Only after sampling is it known how 
 not forget a token, so engines store the state after each of the K + 1 tokens (`EveryState`) and go on from one of them.
 
 `OneState` stores one state, which no token of the current window has reached, and a small record of the window: k,
-decay and u of each token. The next window first applies the recorded rows that stay. This needs no dot product, because u is
-known. A rejected draft is a row that is not applied: there is nothing to undo.
+decay and u of each token. The next window first applies the recorded rows that stay. This needs no dot product, because
+u is known. A rejected draft is a row that is not applied: there is nothing to undo.
 
 The library does the same in one kernel per layer, with ragged batches, CUDA graphs and any acceptance on the device:
 `nwor_ops.RecurrentStates`. The tests compare this file with it.
