@@ -6,12 +6,14 @@ import ast
 import fnmatch
 import functools
 import importlib
+import json
 import pathlib
 import re
 from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 import nwor_ops
 from nwor_ops.config import ENVIRONMENT_PREFIX, NworConfig
@@ -21,7 +23,7 @@ from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.metrics.names import INFO, MEMORY, METRICS
 from nwor_ops.vllm.plugin import PATCHES
 from nwor_ops.vllm.recurrent.plugin import RecurrentEngine
-from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
+from nwor_ops.vllm.support.features import RECURRENT, SUPPORTED_VERSIONS, TRANSACTION
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDERS_OF_DOCUMENTS = ("", "docs", "docs/*", "docs/reference/*", "examples", "tests", "tests/gpu")
@@ -266,6 +268,35 @@ def test_links_lead_somewhere(document: pathlib.Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             broken.append(link)
     assert broken == []
+
+
+RECIPES = sorted((ROOT / "docs" / "recipes").glob("*.yaml"))
+CASES_OF_RECIPES = {
+    "GLM-5.3-Flash": "one-state-glm",
+    "Kimi-Linear-48B-A3B-Instruct": "one-state-kimi",
+    "Qwen3-Next-80B-A3B-Instruct": "one-state-next",
+    "Qwen3.5-9B": "one-state-qwen3_5",
+}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_starts_what_was_tested(path: pathlib.Path) -> None:
+    """Its switch is a setting, its arguments are JSON, and an engine of its class ran on exactly the GPUs it names."""
+    recipe = yaml.safe_load(path.read_text())
+    model = recipe["model"]
+    assert model["model_id"].partition("/")[2] == path.stem
+    assert NworConfig.load(environment=model["base_env"]).recurrent
+    assert model["min_vllm_version"].startswith(SUPPORTED_VERSIONS[RECURRENT][0])
+    option, config = recipe["features"]["spec_decoding"]["args"]
+    assert (option, json.loads(config)["num_speculative_tokens"]) == ("--speculative-config", 3)
+    named = set(re.findall(r"H\d00", recipe["guide"].partition("**Tested**")[2].partition("**")[0]))
+    ran = set()
+    for file in (ROOT / "benchmarks" / "results").glob("h*/engines.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        names = [row["name"] for row in rows if row.get("outcome") == "passed"]
+        ran |= {file.parent.name.upper()} if any(CASES_OF_RECIPES[path.stem] in name for name in names) else set()
+    assert named == ran != set()
+    assert "hardware" not in recipe["meta"], "no public checkpoint was tried"
 
 
 def test_missing_names_are_found() -> None:
