@@ -46,9 +46,11 @@ def announce_variables() -> None:
     """Add the plugin's variables that are set to vLLM's table. Calling it again is safe."""
     import vllm.envs
 
+    table = vllm.envs.environment_variables
     for name in os.environ:
-        if is_ours(name):
-            _announce(name, vllm.envs.environment_variables)
+        if is_ours(name) and name not in table:
+            table[name] = functools.partial(os.environ.get, name)
+            when_undone(functools.partial(table.pop, name, None))
     ModulePatch(HOOKS[0], _without_ours, "environment", bool).apply(vllm.envs, _NOT_STRICT, vllm_logger())
 
 
@@ -75,12 +77,6 @@ def watch_configurations(install: Callable[[NworConfig], None]) -> None:
     when_undone(functools.partial(setattr, CarriedSettings, "install", None))
     for config in (NworConfig.load(), *(settings.config for settings in CarriedSettings.all)):
         install(config)
-
-
-def _announce(name: str, table: dict[str, Callable[[], Any]]) -> None:
-    if name not in table:
-        table[name] = functools.partial(os.environ.get, name)
-        when_undone(functools.partial(table.pop, name, None))
 
 
 def _without_ours(factors: Callable[[], dict[str, object]]) -> Callable[[], dict[str, object]]:

@@ -14,7 +14,6 @@ With ``VLLM_NWOR=off`` the plugin patches only the key of the compile cache.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -46,6 +45,7 @@ from nwor_ops.vllm.support.features import (
     DEVICES,
     DRAFT_GRAPHS,
     DRAFT_VOCABULARY,
+    NO_SPECULATION,
     RECURRENT,
     SUPPORTED_VERSIONS,
     TRANSACTION,
@@ -89,21 +89,15 @@ def install(config: NworConfig) -> None:
     for patch in PATCHES:
         if not patch.wanted(config):
             continue
-        name = patch.hook.module
-        if name in sys.modules:
-            patch.apply(sys.modules[name], config, vllm_logger())
+        module = patch.hook.module
+        if module in sys.modules:
+            patch.apply(sys.modules[module], config, vllm_logger())
         else:
-            _finder().patches.setdefault(name, {})[patch] = config
-
-
-def _finder() -> _ModuleFinder:
-    for finder in sys.meta_path:
-        if isinstance(finder, _ModuleFinder):
-            return finder
-    finder = _ModuleFinder()
-    sys.meta_path.insert(0, finder)
-    when_undone(functools.partial(sys.meta_path.remove, finder))
-    return finder
+            _FINDER.patches.setdefault(module, {})[patch] = config
+    if _FINDER.patches and _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+        when_undone(_FINDER.patches.clear)
+        when_undone(functools.partial(sys.meta_path.remove, _FINDER))
 
 
 def unload() -> None:
@@ -160,18 +154,28 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
+_FINDER = _ModuleFinder()
+
+
 def _warming(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a patch of a warm-up of the V2 runner: it uses no shadow pages, and the log says that it was audited."""
+    """Return a patch of a warm-up of the V2 runner. It invents as many requests as the runner's cache has blocks for.
+
+    It uses no shadow pages, the log says that it was audited, and its counts are left out.
+    """
 
     def warm_up(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
-        session = _sessions.get(model_runner)
-        shadow = None if session is None else session.shadow_blocks
-        with contextlib.nullcontext() if shadow is None else shadow_blocks.withheld(model_runner, shadow):
+        session, cache = _sessions.get(model_runner), model_runner.kv_cache_config
+        if session is not None and session.shadow_blocks is not None:
+            model_runner.kv_cache_config = shadow_blocks.smaller(cache, session.shadow_blocks)
+        try:
             result = original(model_runner, *args, **kwargs)
+        finally:
+            model_runner.kv_cache_config = cache
         audit = None if session is None else cache_audit(session)
         if audit is not None and original.__name__ == "warmup_kernels":
             steps = audit.summary()["verify_steps"]
             vllm_logger().info("nwor: vLLM's warm-up was audited, %d steps with drafts", steps)
+        publisher.forget(model_runner)
         return result
 
     return warm_up
@@ -207,11 +211,27 @@ def _attaching(module: str, initialize: Callable[..., Any]) -> Callable[..., Any
 
 
 def _reserving(measure: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a patch that holds as much memory as the undo log will take while vLLM profiles a forward. The cache then
+    leaves this memory free."""
+
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _reserve_log_memory(self):
-            return measure(self, *args, **kwargs)
+        room = torch.empty(_expected_log_bytes(self), dtype=torch.uint8, device=self.device)
+        result = measure(self, *args, **kwargs)
+        del room
+        return result
 
     return profile_run
+
+
+def _expected_log_bytes(runner: Any) -> int:
+    mode = settings_of(runner.vllm_config).mode
+    if mode != "cow" or runner.speculative_config is None or runner.device.type != "cuda":
+        return 0
+    try:
+        check_transaction(runner.vllm_config, runner.device.type, mode)
+    except Unsupported:  # reported after the cache is bound
+        return 0
+    return log_bytes(runner)
 
 
 def _preparing(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,24 +241,6 @@ def _preparing(load: Callable[..., Any]) -> Callable[..., Any]:
         return load(self, *args, **kwargs)
 
     return load_model
-
-
-@contextlib.contextmanager
-def _reserve_log_memory(runner: Any) -> Iterator[None]:
-    """Hold as much memory as the undo log will take while vLLM profiles a forward. The cache then leaves this memory
-    free."""
-    config = settings_of(runner.vllm_config)
-    if config.mode != "cow" or runner.speculative_config is None or runner.device.type != "cuda":
-        yield
-        return
-    try:
-        check_transaction(runner.vllm_config, runner.device.type, config.mode)
-    except Unsupported:  # reported after the cache is bound
-        yield
-        return
-    room = torch.empty(log_bytes(runner), dtype=torch.uint8, device=runner.device)
-    yield
-    del room
 
 
 def _attach(runner: Any, module: str) -> None:
@@ -251,22 +253,20 @@ def _attach(runner: Any, module: str) -> None:
     previous = _sessions.pop(runner, None)
     if previous is not None:
         previous.patches.undo()
+    session, refused = None, None
     try:
-        attachment = RUNNERS[module](runner)
-        session = attachment.attach(config, logger, audit_engine if config.audit else None)
+        session = RUNNERS[module](runner).attach(config, logger, audit_engine if config.audit else None)
     except Unsupported as error:
-        if config.mode == "off" and audit_states_alone(runner):
-            logger.info("nwor: only the recurrent states of this engine are audited: %s", error)
-            return
-        error.stop_if(config.strict, f"mode {config.mode} was asked for", "without it")
-        logger.warning("nwor: not active: %s", error)
-        return
+        refused = error
     if session is None:
         if config.mode == "off" and audit_states_alone(runner):
-            reason = "the engine does not speculate"
+            reason = refused or NO_SPECULATION
             logger.info("nwor: only the recurrent states of this engine are audited: %s", reason)
-        else:
+        elif refused is None:
             logger.info("nwor: not active: the engine does not speculate")
+        else:
+            refused.stop_if(config.strict, f"mode {config.mode} was asked for", "without it")
+            logger.warning("nwor: not active: %s", refused)
         return
     _sessions[runner] = session
     if session.manager is not None:
@@ -374,9 +374,8 @@ def _module_patches() -> Iterator[ModulePatch]:
     for kind in RUNNERS.values():
         hooks = {hook.name.rpartition(".")[2]: hook for hook in kind.hooks if hook.module == kind.module}
         if kind is V2:
-            yield ModulePatch(
-                hooks["execute_model"], recurrent.following_forwards, RECURRENT, lambda config: bool(config.recurrent)
-            )
+            following = recurrent.following_forwards
+            yield ModulePatch(hooks["execute_model"], following, RECURRENT, lambda config: bool(config.recurrent))
         yield ModulePatch(
             LOAD_MODEL if kind is V2 else Hook(V1.module, LOAD_MODEL.name, "load_dummy_weights, model"),
             _preparing,
@@ -389,8 +388,7 @@ def _module_patches() -> Iterator[ModulePatch]:
         yield ModulePatch(hooks["sample_tokens"], publisher.attaching, METRICS, lambda config: config.wants_metrics)
         yield ModulePatch(hooks["execute_model"], publisher.resting, METRICS, lambda config: config.wants_metrics)
     for hook in WARM_UPS:
-        yield ModulePatch(hook, _warming, TRANSACTION, lambda config: config.mode == "stage" or config.audit)
-        yield ModulePatch(hook, publisher.warming, METRICS, lambda config: config.wants_feature)
+        yield ModulePatch(hook, _warming, "nwor_ops", lambda config: config.wants_anything)
     yield ModulePatch(draft_graphs.HOOKS[0], draft_graphs.creating, DRAFT_GRAPHS, lambda config: config.draft_graphs)
     creating, reloading = draft_vocabulary.HOOKS[:2]
     for hook, decorator in ((creating, draft_vocabulary.creating), (reloading, draft_vocabulary.reloading)):

@@ -278,7 +278,7 @@ import vllm.v1.core.sched.scheduler
 from nwor_ops.vllm.hooks import applied
 print(*[patch.target for patch in applied() if "Scheduler" in patch.target])
 pickle.loads(pickle.dumps(CarriedSettings({{"draft_graphs": True}})))  # another engine in this process
-print([*plugin._finder().patches["vllm.v1.engine.output_processor"].values()][0].draft_graphs)
+print([*plugin._FINDER.patches["vllm.v1.engine.output_processor"].values()][0].draft_graphs)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=False

@@ -351,17 +351,18 @@ def test_which_schedulers_relay(nwor: dict[str, Any], relays: bool) -> None:
 class Runner:
     """A runner without an engine."""
 
-    vllm_config = SimpleNamespace(additional_config={})
+    vllm_config, kv_cache_config = SimpleNamespace(additional_config={}), None
 
 
 def test_warm_up_is_left_out() -> None:
     """A warm-up runs steps with windows."""
     runner, session = Runner(), CountedSession()
-    warm_up = worker.warming(lambda model_runner, *_: session.step() or "warm")
+    warm_up = plugin._warming(lambda model_runner, *_: session.step() or "warm")
     worker.publishers[runner] = session.publisher()
-    assert warm_up(runner, None, None) == "warm"
     assert warm_up(Runner(), None, None) == "warm"  # of an engine without a feature
-    worker.publishers[runner].forget()
+    assert relay.totals().windows == 1
+    assert warm_up(runner, None, None) == "warm"
+    assert relay.totals().windows == 0
     session.step()
     assert relay.totals().windows == 1
 

@@ -1110,7 +1110,7 @@ def test_step_inside_a_block_launches_nothing(monkeypatch: pytest.MonkeyPatch) -
             seq_lens_cpu_upper_bound=torch.tensor([length], dtype=torch.int32),
             num_scheduled_tokens=numpy.array([scheduled]),
         )
-        aligned.look_at(batch)
+        assert aligned.preprocess_state(lambda *more: more, batch, 1) == (batch, 1)
         with Launches() as made:
             context.run_fused_precopy(1, column, source, bias, mapping)
             context.run_fused_postprocess_align(1, accepted, column, computed, mapping)

@@ -257,14 +257,3 @@ def resting(original: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return execute_model
-
-
-def warming(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a patch of a warm-up of the V2 runner: its counts are left out."""
-
-    def warm_up(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(model_runner, *args, **kwargs)
-        forget(model_runner)
-        return result
-
-    return warm_up

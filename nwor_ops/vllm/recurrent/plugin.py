@@ -299,7 +299,9 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     patches = Patches(RECURRENT)
     if vllm_config.cache_config.mamba_cache_mode == "align":
         groups = [(builder.group, table) for builder, table in zip(builders, tables, strict=True)]
-        aligned = _align(runner, groups, vllm_config.num_speculative_tokens, patches)
+        state = runner.model_state
+        aligned = AlignedStates(state._mamba_ctx, groups, vllm_config.num_speculative_tokens, patches)
+        patches.put_methods(state, aligned, ("preprocess_state",))
     connected = vllm_config.kv_transfer_config is not None
     if aligned is not None or connected:
         owners = BlockOwners(runner, numbers, cursors)
@@ -310,22 +312,6 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     )
     publisher.publish(runner, _engines[runner], RecurrentEngine.counts, lambda state: state.counter)
     logger.info("nwor: recurrent: active: %s", _engines[runner].describe())
-
-
-def _align(runner: Any, groups: list[tuple[GroupLayers, Tensor]], drafts: int, patches: Patches) -> AlignedStates:
-    """Make vLLM's copies of states between blocks fold the pending rows."""
-    state = runner.model_state
-    aligned = AlignedStates(state._mamba_ctx, groups, drafts, patches)
-
-    def decorator(preprocess: Callable[..., Any]) -> Callable[..., Any]:
-        def preprocess_state(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            aligned.look_at(input_batch)
-            return preprocess(input_batch, *args, **kwargs)
-
-        return preprocess_state
-
-    patches.put(state, "preprocess_state", decorator)
-    return aligned
 
 
 def following_forwards(execute: Callable[..., Any]) -> Callable[..., Any]:

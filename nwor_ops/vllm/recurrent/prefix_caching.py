@@ -75,6 +75,11 @@ class AlignedStates:
         context.num_states = int(is_conv.sum())
         patches.put_methods(context, self, ("run_fused_precopy", "run_fused_postprocess_align"))
 
+    def preprocess_state(self, preprocess: Callable[..., Any], input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run vLLM's method of the model state."""
+        self.look_at(input_batch)
+        return preprocess(input_batch, *args, **kwargs)
+
     def look_at(self, input_batch: Any) -> None:
         """Find out whether a request of this batch can be at the end of a block. Call it before a step.
 

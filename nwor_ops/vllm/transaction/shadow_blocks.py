@@ -12,9 +12,8 @@ receive a shadow page either.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,10 +138,10 @@ def _without_shadow_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
         shadow = shadow_blocks(vllm_config, kv_cache_config)
     except Unsupported:  # the workers report it, and stop the engine in strict mode
         return kv_cache_config
-    return _smaller(kv_cache_config, shadow)
+    return smaller(kv_cache_config, shadow)
 
 
-def _smaller(kv_cache_config: Any, shadow: ShadowBlocks) -> Any:
+def smaller(kv_cache_config: Any, shadow: ShadowBlocks) -> Any:
     """Return the configuration of the cache without its shadow pages.
 
     A tensor's size is the size of the whole allocation, and connectors divide it by the number of blocks. The size is
@@ -155,17 +154,3 @@ def _smaller(kv_cache_config: Any, shadow: ShadowBlocks) -> Any:
         for tensor in kv_cache_config.kv_cache_tensors
     ]
     return smaller
-
-
-@contextlib.contextmanager
-def withheld(runner: Any, shadow: ShadowBlocks) -> Iterator[None]:
-    """Hide the shadow pages from vLLM's warm-up of a V2 runner.
-
-    The warm-up invents as many requests as the runner's cache has blocks for.
-    """
-    whole = runner.kv_cache_config
-    runner.kv_cache_config = _smaller(whole, shadow)
-    try:
-        yield
-    finally:
-        runner.kv_cache_config = whole
