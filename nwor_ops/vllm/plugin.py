@@ -14,6 +14,7 @@ With ``VLLM_NWOR=off`` the plugin patches only the key of the compile cache.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -225,13 +226,11 @@ def _reserving(measure: Callable[..., Any]) -> Callable[..., Any]:
 
 def _expected_log_bytes(runner: Any) -> int:
     mode = settings_of(runner.vllm_config).mode
-    if mode != "cow" or runner.speculative_config is None or runner.device.type != "cuda":
-        return 0
-    try:
-        check_transaction(runner.vllm_config, runner.device.type, mode)
-    except Unsupported:  # reported after the cache is bound
-        return 0
-    return log_bytes(runner)
+    with contextlib.suppress(Unsupported):  # reported after the cache is bound
+        if mode == "cow" and runner.speculative_config is not None and runner.device.type == "cuda":
+            check_transaction(runner.vllm_config, runner.device.type, mode)
+            return log_bytes(runner)
+    return 0
 
 
 def _preparing(load: Callable[..., Any]) -> Callable[..., Any]:
