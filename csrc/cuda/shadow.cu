@@ -113,6 +113,7 @@ __global__ void __launch_bounds__(kThreads) open_kernel(const __grid_constant__ 
     if (!task.any || !job.row.has(place)) return;
     Found found{};
     const Redirect r = redirect_at_open(a, task.run.group, task.request, &found);
+    if (found && !a.redirects) report(job.report_as, found);  // no other blocks do
     if (!r.any()) return;
     const uint32_t real = static_cast<uint32_t>(r.tail_block);
     const uint32_t shadow =
@@ -150,9 +151,11 @@ __global__ void __launch_bounds__(kThreads) close_kernel(const __grid_constant__
     if (!task.any || !job.row.has(place)) return;
     Found found{};
     const Redirect r = redirect_at_close(a, task.run.group, task.request, &found);
+    if (found && !a.redirects) report(job.report_as, found);  // no other blocks do
     if (!r.any()) return;
     for (int64_t token = task.first; token < r.tokens(); token += job.rows_at_once) {
-        const int64_t slot = saved_slot(a, task.run.group, task.request, r, token);
+        const int64_t slot = saved_slot(a, task.run.group, task.request, r, token, &found);
+        if (found && !a.redirects) report(job.report_as, found);
         if (slot < 0 || !kept(a, r, token)) continue;
         const RedirectedPlace at = place_of(a, r, token);
         const int64_t shadow = a.shadow_blocks[a.shadow_index(task.run.group, r.state, at.shadow)];
