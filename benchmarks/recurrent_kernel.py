@@ -27,6 +27,7 @@ import argparse
 import pathlib
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import torch
 from results import FOLDER, Row, ratios, row, save, this_machine
@@ -118,7 +119,7 @@ class Case:
         name = f"chunk{chunk}" if chunk else "ours"
         return {f"{name}_norm" if norm else name: lambda norm=norm: run(norm) for norm in norms}
 
-    def theirs(self, update: Callable[..., object]) -> dict[str, Callable[[], None]]:
+    def theirs(self, update: Callable[..., Any]) -> dict[str, Callable[[], None]]:
         states = torch.zeros(
             self.layers, 1 + self.requests * self.rows, VALUE_HEADS, WIDTH, WIDTH, dtype=self.dtype, device=DEVICE
         )
