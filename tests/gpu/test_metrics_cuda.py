@@ -29,7 +29,7 @@ def test_counts_arrive_without_a_sync() -> None:
     publisher.forget()  # the warm-up; it synchronizes
     with no_waits():
         for _ in range(100):
-            torch.cuda._sleep(100_000)
+            torch.cuda._sleep(1_000_000)  # half a millisecond
             session.step()
             windows += windows_sent(publisher)
             assert publisher._copy is None or all(copy.is_pinned() for _, copy in publisher._copy[1])
