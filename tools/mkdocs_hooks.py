@@ -27,8 +27,10 @@ PAGES = {
     "security.md": "SECURITY.md",
 }
 # Each of these is the only page of its tab. Without a list of pages there is more width for tables.
-WIDE = ("index.md", "quick-start.md", "faq.md", "operate.md", "benchmarks.md", "glossary.md")
-WIDE += ("contributing.md", "changelog.md", "security.md")
+WIDE = (
+    "index.md", "quick-start.md", "faq.md", "operate.md", "benchmarks.md", "glossary.md", "contributing.md",
+    "changelog.md", "security.md",
+)  # fmt: skip
 # Pages that a search ranks last: for those who change the code, or know the name of a function.
 RANKED_LAST = ("internals/", "reference/python/", "reference/every-op.md", "contributing.md", "changelog.md")
 

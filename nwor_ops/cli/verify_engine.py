@@ -82,7 +82,7 @@ class AuditedEngine:
         from vllm import SamplingParams
 
         length = max(1, min(REPEATED_BLOCKS * self._config.cache_config.block_size, self._longest - MOST_TOKENS - 1))
-        prompt = {"prompt_token_ids": (self._gram(20) * (length // 20 + 1))[:length]}
+        prompt: Any = {"prompt_token_ids": (self._gram(20) * (length // 20 + 1))[:length]}
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
         cached = []
         for number in range(3):
