@@ -36,7 +36,7 @@ PROFILED_STEPS = 40
 # A matrix product over a whole head takes longer than any other. Ours comes right before our argmax.
 MATRIX_PRODUCT, WHOLE_HEAD_US = re.compile("gemm|nvjet|cutlass|cublas"), 250.0
 OUR_ARGMAX, OUR_UPDATE = re.compile("nwor::.*argmax_kernel"), re.compile("nwor::.*(plan|copy)_vocabulary_kernel")
-STATES = re.compile("delta_rule|causal_conv1d|nwor::.*(verify|fold|fold_plan|window_plan)_kernel")
+STATES = re.compile("delta_rule|gdn|causal_conv1d|nwor::.*(verify|fold|fold_plan|window_plan)_kernel")
 STEPS_BETWEEN = 6  # steps until results from before the switch have arrived
 
 

@@ -1,11 +1,10 @@
-"""Draw the results of the H200 as pictures: docs/draft_graphs.png, docs/hybrid.png and docs/step.png.
+"""Draw the results of the H200 as pictures: docs/draft_graphs.png and docs/hybrid.png.
 
-python benchmarks/picture.py [draft_graphs] [hybrid] [step]
+python benchmarks/picture.py [draft_graphs] [hybrid]
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -23,13 +22,13 @@ DRAFTERS = {
     "tok_s_eagle_vanilla": ("EAGLE, vanilla V2", "-^"),
     "tok_s_no_speculation": ("no speculation, V2", ":x"),
 }
-# A bar of vanilla is that of the best of these sides at its load.
-VANILLAS = ("vanilla", "bfloat16+fp8_head", "fp8_head", "drafts_0")
-BARS = {"recurrent": "recurrent", "vocabulary": "draft vocabulary", "recurrent+vocabulary": "both"}
-STEPS = {"vanilla": "vanilla", "recurrent+vocabulary": "recurrent,\ndraft vocabulary"}
-PARTS = {
-    "rest": "other layers", "target_head": "the target's head", "drafts_heads": "the drafts' heads", "states": "states"
-}  # fmt: skip
+BARS = {
+    "vanilla": "vLLM's default",
+    "bfloat16+fp8_head": "the best vanilla: bfloat16 states, fp8 head of the drafter",
+    "recurrent": "recurrent",
+    "vocabulary": "draft vocabulary",
+    "recurrent+vocabulary": "recurrent and draft vocabulary",
+}
 
 
 def draw_lines(name: str, found: Mapping[str, dict[str, Any]], series: dict[str, tuple[str, str]], title: str) -> None:
@@ -63,48 +62,25 @@ def draw_drafters() -> None:
 
 
 def draw_hybrid() -> None:
-    """Draw a hybrid model's output tok/s in one run: the best vanilla, each of our features, and both."""
+    """Draw a hybrid model's output tok/s in one run: vanilla, the best vanilla, and our features."""
     found = read("h200", "gpu_engine_hybrid")
     counts = sorted(int(name.rsplit("/", 1)[1]) for name in found if name.startswith("tok_s/vanilla/"))
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, count in zip(figure.subplots(1, len(counts)), counts, strict=True):
-        best = max(VANILLAS, key=lambda side: found[f"tok_s/{side}/{count}"]["value"])
-        for place, (side, label) in enumerate({best: "the best vanilla", **BARS}.items()):
-            measured = found[f"tok_s/{side}/{count}"]
-            errors = [[abs(measured["value"] - end)] for end in measured["spread"]]
-            axes.bar(place, measured["value"], yerr=errors, label=label, color=f"C{place}", capsize=3)
-        plural = "" if count == 1 else "s"
-        axes.set_title(f"{count} request{plural}\nvanilla: {best}", fontsize=9)
+        speeds = {side: found[name] for side in BARS if (name := f"tok_s/{side}/{count}") in found}
+        for place, (side, speed) in enumerate(speeds.items()):
+            errors = [[abs(speed["value"] - end)] for end in speed["spread"]]
+            axes.bar(place, speed["value"], yerr=errors, label=BARS[side], color=f"C{place}", capsize=3)
+        axes.set_title(f"{count} request{'' if count == 1 else 's'}", fontsize=10)
         axes.set_xticks([])
         axes.spines[["top", "right"]].set_visible(False)
     figure.supylabel("output tok/s", fontsize=10)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     figure.savefig(DOCS / "hybrid.png", dpi=110)
 
 
-def draw_step() -> None:
-    """Draw the device time of a decode step by its parts, before and after."""
-    found = read("h200", "gpu_engine_steps")
-    counts = sorted({int(name.split("/")[2]) for name in found if name.startswith("step_us/")})
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for place, (count, side) in enumerate(itertools.product(counts, STEPS)):
-        left = 0.0
-        for color, (part, label) in enumerate(PARTS.items()):
-            milliseconds = found[f"step_us/{side}/{count}/{part}"]["value"] / 1e3
-            axes.barh(-place, milliseconds, left=left, color=f"C{color}", label=label if place == 0 else None)
-            left += milliseconds
-    labels = [f"{STEPS[side]}, {count}" for count, side in itertools.product(counts, STEPS)]
-    axes.set_yticks([-place for place in range(len(labels))], labels, fontsize=8)
-    axes.set_xlabel("device time of a decode step (ms), by requests at once")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
-    figure.savefig(DOCS / "step.png", dpi=110)
-
-
-PICTURES = {"draft_graphs": draw_drafters, "hybrid": draw_hybrid, "step": draw_step}
+PICTURES = {"draft_graphs": draw_drafters, "hybrid": draw_hybrid}
 
 
 def main() -> None:
