@@ -533,11 +533,9 @@ class DraftCommitManager(Stateful[Layer]):
     def _check_drafts(self, draft_token_ids: Tensor) -> None:
         """Raise if there are ids after those of the planned drafts. The rows of such drafts would stay."""
         planned = int(self.buffers.draft_start_loc[-1])
-        if (
-            isinstance(draft_token_ids, Tensor)
-            and draft_token_ids.dim() == 1
-            and (draft_token_ids[planned:] >= 0).any()
-        ):
+        if not isinstance(draft_token_ids, Tensor) or draft_token_ids.dim() != 1 or len(draft_token_ids) <= planned:
+            return
+        if (draft_token_ids[planned:] >= 0).any():
             raise ValueError(
                 f"commit: draft_token_ids must hold the {planned} drafts of the window, then -1, got "
                 f"{int((draft_token_ids >= 0).sum())}; cu_num_draft_tokens is cumulative, see Window.from_counts"

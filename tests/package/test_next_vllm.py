@@ -148,7 +148,9 @@ def test_every_hook_is_compared() -> None:
 def test_patches_and_imports_are_found() -> None:
     [folder] = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr]
     vllm = Sources(pathlib.Path(folder).parent)
-    names = {f"{use.module}.{use.name}" for use in (*next_vllm.patches(vllm), *next_vllm.imports(vllm))}
+    names = {
+        f"{use.module}.{use.name}" for use in (*next_vllm.hooks(), *next_vllm.patches(vllm), *next_vllm.imports(vllm))
+    }
     assert names >= {
         "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
         "vllm.v1.engine.output_processor.OutputProcessor.update_scheduler_stats",

@@ -22,7 +22,7 @@ from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction.connectors import ConnectorAttachment
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
 from nwor_ops.vllm.transaction.session import Session, Step
-from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks, _smaller
+from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks, smaller
 
 VANILLA = {"mode": "off", "audit": True}
 EXPORT = {"kv_connector": "ExportConnector", "kv_connector_module_path": "export_connector", "kv_role": "kv_both"}
@@ -172,11 +172,11 @@ def test_connector_sides_agree_on_block_bytes() -> None:
     page, blocks = spec.page_size_bytes, 40
     tensor = KVCacheTensor(page * blocks, ["0"], layer_stride=page * blocks, block_stride=page)
     whole = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(["0"], spec)])
-    smaller = _smaller(whole, ShadowBlocks(blocks, groups=(0,), per_group=7, block_bytes=page))
-    assert (smaller.num_blocks, smaller.kv_cache_tensors[0].size) == (33, 33 * page)
+    without = smaller(whole, ShadowBlocks(blocks, groups=(0,), per_group=7, block_bytes=page))
+    assert (without.num_blocks, without.kv_cache_tensors[0].size) == (33, 33 * page)
     assert (whole.num_blocks, whole.kv_cache_tensors[0].size) == (blocks, blocks * page)
     derive = SimpleCPUOffloadScheduler._derive_cpu_config
-    assert derive(smaller, 100 * page).num_blocks == derive(whole, 100 * page).num_blocks == 100
+    assert derive(without, 100 * page).num_blocks == derive(whole, 100 * page).num_blocks == 100
 
 
 # ---------------------------------------------------------------- exports that wait
