@@ -47,6 +47,7 @@ class EngineStep:
         starts = torch.arange(0, tokens + 1, DRAFTS + 1, dtype=torch.int32)
         slot_mappings = {f"{group}": slots.to(device, copy=True) for group in range(groups)}
         block_tables = {f"{group}": tables.to(device, copy=True) for group in range(groups)}
+        self.slots = slot_mappings["0"]
         self.manager.bind(Layout(slot_mappings, block_tables, 1, leading_zero=True, request_states=True))
         self.window = Window(
             starts.to(device), starts.to(device, copy=True), num_draft_tokens=requests * DRAFTS,
@@ -59,6 +60,7 @@ class EngineStep:
         return {
             "zero": self.zeroed.zero_,
             "begin": lambda: self.manager.begin(self.window),
+            "log": lambda: self.manager.log("0", self.slots),  # on a CPU commit wants a layer that has written
             "commit": lambda: self.manager.commit_rejected(self.num_rejected),
         }
 
