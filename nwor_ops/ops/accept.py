@@ -128,9 +128,9 @@ def acceptance_mask(
 
     Raises:
         ValueError: an invalid shape or stride. On the CPU also a ``draft_start_loc`` that does not begin with 0, that
-            decreases, or that counts more drafts than there are, or a request with more drafts than columns of
-            ``sampled_token_ids``. On CUDA such values change only the results: drafts without a column are rejected.
-            Debug mode raises.
+            decreases, or that counts more drafts than there are. A request must not have more drafts than
+            ``sampled_token_ids`` has columns. On CUDA such values change only the results, and drafts without a column
+            are rejected. Debug mode raises.
 
     Example:
         >>> import torch

@@ -220,9 +220,9 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 prompts, writes the state of a request in this step. Such a request may have more tokens, and
                 :meth:`verify` writes zeros for them. Its pending rows are dropped, so call :meth:`fold` before, unless
                 the other kernel starts a new state.
-            num_computed_tokens: int32 or int64 ``[>= R]``, or None = not checked: number of each request's tokens
-                before this window. Its slot must hold the state of as many tokens. So a slot that was not
-                :meth:`reset` for a new request is found, and so is a wrong ``num_kept``. Pass it in every window.
+            num_computed_tokens: int32 or int64 ``[>= R]``: number of each request's tokens before this window. None:
+                not checked. The slot must hold the state of as many tokens. This finds a slot that was not
+                :meth:`reset` for a new request, and a wrong ``num_kept``. Pass it in every window.
 
         Raises:
             ValueError, TypeError: there are more than ``max_num_requests`` requests, or a shape, dtype or device is

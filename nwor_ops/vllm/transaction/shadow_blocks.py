@@ -147,10 +147,10 @@ def smaller(kv_cache_config: Any, shadow: ShadowBlocks) -> Any:
     A tensor's size is the size of the whole allocation, and connectors divide it by the number of blocks. The size is
     reduced in the same proportion.
     """
-    smaller = copy.copy(kv_cache_config)
-    smaller.num_blocks = shadow.first
-    smaller.kv_cache_tensors = [
+    config = copy.copy(kv_cache_config)
+    config.num_blocks = shadow.first
+    config.kv_cache_tensors = [
         replace(tensor, size=tensor.size // shadow.num_blocks * shadow.first)
         for tensor in kv_cache_config.kv_cache_tensors
     ]
-    return smaller
+    return config
