@@ -6,6 +6,7 @@ test_engine.py and test_plugin.py cover what both modes share.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -202,7 +203,8 @@ def test_vllms_warm_up_uses_no_shadow_page(
 
     from nwor_ops.vllm import plugin
 
-    monkeypatch.setattr(warmup, warm_up, plugin._warming(getattr(warmup, warm_up)))
+    original = inspect.unwrap(getattr(warmup, warm_up), stop=lambda function: not hasattr(function, "_nwor_patch"))
+    monkeypatch.setattr(warmup, warm_up, plugin._warming(original))  # an engine of an earlier test left its patch
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     arguments = (lambda output: shadow.check(output), lambda grammar: None)
     if warm_up != "warmup_kernels":
