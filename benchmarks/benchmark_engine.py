@@ -33,8 +33,9 @@ STEPS_BEFORE = 12  # until all prompts are computed
 TURNS, TURN_STEPS = 8, 20
 STEPS_BETWEEN_LOOKS = 25  # steps between two reads of the number of running requests; a read takes milliseconds
 PROFILED_STEPS = 40
-# A matrix product over a whole head takes longer than any other. Ours comes right before our argmax.
-MATRIX_PRODUCT, WHOLE_HEAD_US = re.compile("gemm|nvjet|cutlass|cublas"), 250.0
+# The heads are the longest matrix products of a step. With a draft vocabulary the drafts' come before our argmax.
+MATRIX_PRODUCT = re.compile("gemm|nvjet|cutlass|cublas")
+STEP_MARK = "spin_kernel"  # torch.cuda._sleep
 OUR_ARGMAX, OUR_UPDATE = re.compile("nwor::.*argmax_kernel"), re.compile("nwor::.*(plan|copy)_vocabulary_kernel")
 STATES = re.compile("delta_rule|gdn|causal_conv1d|nwor::.*(verify|fold|fold_plan|window_plan)_kernel")
 STEPS_BETWEEN = 6  # steps until results from before the switch have arrived
@@ -243,22 +244,31 @@ def _tokens_so_far(outputs: list[Any], requests: int) -> int:
 def step_parts(kernels: Sequence[tuple[str, float]], num_drafts: int) -> dict[str, float]:
     """Return the microseconds of each part of a step, from the kernels of some steps in the order of their starts.
 
-    A step computes the target's head once. ``drafts_heads`` includes the argmax and the update of a draft vocabulary.
+    A step begins with a mark. Its heads are its K + 1 longest products, or the longest one with a draft vocabulary. The
+    first is the target's. ``drafts_heads`` includes the argmax and the update of a draft vocabulary.
     """
     parts = dict.fromkeys(("states", "drafts_heads", "target_head", "rest"), 0.0)
-    whole_heads, has_vocabulary = [], any(OUR_ARGMAX.search(name) for name, _ in kernels)
-    for (name, us), (following, _) in itertools.pairwise([*kernels, ("", 0.0)]):
-        if OUR_ARGMAX.search(name) or OUR_ARGMAX.search(following) or OUR_UPDATE.search(name):
-            parts["drafts_heads"] += us
-        elif us > WHOLE_HEAD_US and MATRIX_PRODUCT.search(name):
-            whole_heads.append(us)
-        else:
-            parts["states" if STATES.search(name) else "rest"] += us
-    heads_of_step = 1 if has_vocabulary else 1 + num_drafts
-    steps = len(whole_heads) / heads_of_step
-    parts["target_head"] = sum(whole_heads) / heads_of_step
-    parts["drafts_heads"] += sum(whole_heads) - parts["target_head"]
-    return {part: us / steps for part, us in parts.items()} | {"steps": steps}
+    num_heads = 1 if any(OUR_ARGMAX.search(name) for name, _ in kernels) else 1 + num_drafts
+    steps: list[list[tuple[str, float]]] = []
+    for kernel in kernels:
+        if STEP_MARK in kernel[0]:
+            steps.append([])
+        elif steps:
+            steps[-1].append(kernel)
+    for step in steps:
+        products = []
+        for (name, us), (following, _) in itertools.pairwise([*step, ("", 0.0)]):
+            if OUR_ARGMAX.search(name) or OUR_ARGMAX.search(following) or OUR_UPDATE.search(name):
+                parts["drafts_heads"] += us
+            elif MATRIX_PRODUCT.search(name):
+                products.append(us)
+            else:
+                parts["states" if STATES.search(name) else "rest"] += us
+        heads = sorted(sorted(range(len(products)), key=products.__getitem__)[-num_heads:])
+        parts["target_head"] += sum(products[place] for place in heads[:1])
+        parts["drafts_heads"] += sum(products[place] for place in heads[1:])
+        parts["rest"] += sum(us for place, us in enumerate(products) if place not in heads)
+    return {part: us / len(steps) for part, us in parts.items()} | {"steps": len(steps)}
 
 
 # ---------------------------------------------------------------- in the worker, which may be a separate process
@@ -289,9 +299,18 @@ def requests_that_fit(worker: Any, tokens: int) -> dict[str, Any]:
 
 
 def start_profile(worker: Any) -> None:
+    """Start a profile in which each step begins with a kernel that marks it."""
     import torch
 
+    runner = worker.model_runner
+    worker.nwor_execute = execute = runner.execute_model
+
+    def execute_marked(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda._sleep(1)
+        return execute(*args, **kwargs)
+
     torch.cuda.synchronize()
+    runner.execute_model = execute_marked
     worker.nwor_profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     worker.nwor_profile.start()
 
@@ -302,6 +321,7 @@ def stop_profile(worker: Any) -> list[tuple[str, float]]:
 
     torch.cuda.synchronize()
     worker.nwor_profile.stop()
+    worker.model_runner.execute_model = worker.nwor_execute
     events = worker.nwor_profile.profiler.kineto_results.events()
     ran = [event for event in events if event.device_type().name == "CUDA"]
     ran.sort(key=lambda event: event.start_ns())
