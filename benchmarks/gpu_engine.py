@@ -75,6 +75,7 @@ from typing import Any
 
 from results import FOLDER, Row, ratios, row, show, this_machine, write
 
+from nwor_ops.config import SUGGESTED_ROWS
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
 
 CHILD = pathlib.Path(__file__).resolve().with_name("benchmark_engine.py")
@@ -239,7 +240,7 @@ WORDS = {
     "vanilla": Side(),
     "recurrent": Side({"VLLM_NWOR_RECURRENT": "1"}),
     "chunk": Side({"VLLM_NWOR_RECURRENT": "chunk"}),
-    "vocabulary": Side({"VLLM_NWOR_DRAFT_VOCABULARY": "32768"}),
+    "vocabulary": Side({"VLLM_NWOR_DRAFT_VOCABULARY": f"{SUGGESTED_ROWS}"}),
     "graphs": Side({"VLLM_NWOR_DRAFT_GRAPHS": "1"}),
     "cow": Side({"VLLM_NWOR_MODE": "cow"}),
     "stage": Side({"VLLM_NWOR_MODE": "stage"}),

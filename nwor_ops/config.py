@@ -12,6 +12,7 @@ from nwor_ops.transaction.manager import MODES
 SWITCH = "VLLM_NWOR"  # "off" switches everything off
 ENVIRONMENT_PREFIX = "VLLM_NWOR_"
 ADDITIONAL_CONFIG_KEY = "nwor"
+SUGGESTED_ROWS = 32_768  # of a draft vocabulary, for vocabularies of 128 K to 256 K tokens
 
 # Environment variables with the prefix that other modules read.
 _READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda/launch.h, nwor_ops/transaction/protocol.py"}

@@ -25,7 +25,7 @@ from nwor_ops.cli.bench_client import Client, Run
 from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, as_dict, print_loads
 from nwor_ops.cli.check import stopping_if_refused
 from nwor_ops.cli.report import Report, Stopped, check_model, make_folder, silence_vllm, versions
-from nwor_ops.config import SWITCH, is_ours
+from nwor_ops.config import SUGGESTED_ROWS, SWITCH, is_ours
 from nwor_ops.testing.server import STOP_SECONDS, Server, ServerFailed
 
 START_SECONDS = 3600.0  # a large model may be downloaded and compiled
@@ -62,7 +62,10 @@ FEATURES = {
     "recurrent": Feature("recurrent", {"VLLM_NWOR_RECURRENT": "exact"}, ("recurrent", "exact")),
     "chunk": Feature("recurrent", {"VLLM_NWOR_RECURRENT": "chunk"}, ("recurrent", "chunk")),
     "draft_vocabulary": Feature(
-        "draft vocabulary", {"VLLM_NWOR_DRAFT_VOCABULARY": "32768"}, ("draft_vocabulary", "on"), same_drafts=False
+        "draft vocabulary",
+        {"VLLM_NWOR_DRAFT_VOCABULARY": f"{SUGGESTED_ROWS}"},
+        ("draft_vocabulary", "on"),
+        same_drafts=False,
     ),
 }
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nwor_ops.config import NworConfig
+from nwor_ops.config import SUGGESTED_ROWS, NworConfig
 from nwor_ops.vllm.draft_graphs.supported import check_graph_mode
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.hooks import check_library
@@ -43,11 +43,10 @@ _AT_START = {
 
 
 # The switches that can make an engine faster. The modes of the transaction are for those who read the cache.
-_ROWS = 32768
 SWITCHES = {
     RECURRENT: "VLLM_NWOR_RECURRENT=1",
     DRAFT_GRAPHS: "VLLM_NWOR_DRAFT_GRAPHS=1",
-    DRAFT_VOCABULARY: f"VLLM_NWOR_DRAFT_VOCABULARY={_ROWS}",
+    DRAFT_VOCABULARY: f"VLLM_NWOR_DRAFT_VOCABULARY={SUGGESTED_ROWS}",
 }
 
 
@@ -100,7 +99,7 @@ class Preview:
     def switches(self) -> tuple[str, ...]:
         """The switches that may make this engine faster: of features that would run and have something to do."""
         runs = {prediction.feature for prediction in self.predictions if prediction.runs}
-        small = {DRAFT_VOCABULARY} if self.engine["vocabulary"] <= _ROWS else set()
+        small = {DRAFT_VOCABULARY} if self.engine["vocabulary"] <= SUGGESTED_ROWS else set()
         return tuple(switch for feature, switch in SWITCHES.items() if feature in runs - small)
 
 
