@@ -176,7 +176,8 @@ def _warming(original: Callable[..., Any]) -> Callable[..., Any]:
         if audit is not None and original.__name__ == "warmup_kernels":
             steps = audit.summary()["verify_steps"]
             vllm_logger().info("nwor: vLLM's warm-up was audited, %d steps with drafts", steps)
-        publisher.forget(model_runner)
+        if model_runner in publisher.publishers:
+            publisher.publishers[model_runner].forget()
         return result
 
     return warm_up
@@ -288,13 +289,16 @@ def sessions() -> list[Session]:
 
 def _start_metrics(runner: Any) -> None:
     """Publish the counts of a runner whose cache was just bound, if its engine has a feature."""
-    config, alive = settings_of(runner.vllm_config), weakref.ref(runner)
-    report = functools.partial(_feature_report, config, alive)
-    if config.wants_feature and publisher.start(runner, report, config.emit_metrics, vllm_logger()):
-        publisher.publish(runner, runner, draft_graphs.counts)
-        vocabulary = draft_vocabulary.vocabulary_of(runner)
-        if vocabulary is not None:
-            publisher.publish(runner, vocabulary, type(vocabulary).counts, lambda owner: owner.first.counters)
+    config, logger = settings_of(runner.vllm_config), vllm_logger()
+    if not config.wants_feature or runner in publisher.publishers:
+        return
+    report = functools.partial(_feature_report, config, weakref.ref(runner))
+    with Errors(logger, "without publishing counters").survived("starting to count failed"):
+        publishes = publisher.Publisher(runner.vllm_config, report, config.emit_metrics, logger)
+        publishes.add(runner, draft_graphs.counts)
+        if (vocabulary := draft_vocabulary.vocabulary_of(runner)) is not None:
+            publishes.add(vocabulary, type(vocabulary).counts, lambda owner: owner.first.counters)
+        publisher.publishers[runner] = publishes
 
 
 def _feature_report(config: NworConfig, alive: Callable[[], Any]) -> dict[str, Any]:
@@ -394,8 +398,8 @@ def _module_patches() -> Iterator[ModulePatch]:
         yield ModulePatch(hook, decorator, DRAFT_VOCABULARY, lambda config: config.draft_vocabulary > 0)
     scheduler = shadow_blocks.HOOKS[0]
     yield ModulePatch(scheduler, shadow_blocks.withholding, TRANSACTION, lambda config: config.mode == "stage")
-    yield ModulePatch(scheduler, relay.relaying, METRICS, lambda config: config.wants_metrics)
     yield ModulePatch(_SLEEP, _sleeping, METRICS, lambda config: config.wants_anything)
+    yield ModulePatch(relay.UPDATE_HOOK, relay.relaying, METRICS, lambda config: config.wants_metrics)
     yield ModulePatch(_UPDATE_STATS, relay.receiving, METRICS, lambda config: config.wants_metrics)
     yield from recurrent_connectors.PATCHES
 

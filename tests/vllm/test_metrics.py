@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
-import logging
 import os
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -131,11 +129,36 @@ class Arrival:
         return self in Arrival.over
 
 
+class Served:
+    """A runner with the patches of the worker. A step of it that samples counts one window."""
+
+    def __init__(self, session: CountedSession) -> None:
+        self._session = session
+
+    def execute_model(self, scheduler_output: Any) -> str:
+        return "executed"
+
+    def sample_tokens(self, output: Any, steps: int = 1) -> Any:
+        for _ in range(steps):
+            self._session.step()
+        return output
+
+    execute_model = worker.resting(execute_model)
+    sample_tokens = worker.attaching(sample_tokens)
+
+
+class RelayingScheduler(Scheduler):
+    update_from_output = relay.relaying(Scheduler.update_from_output)
+
+
 @pytest.mark.parametrize("seed", range(6))
-def test_random_steps_reach_the_front_end(seed: int, registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_steps_reach_the_front_end(
+    seed: int, registry: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Copies arrive late but in order, outputs lack requests, and vLLM makes no statistics.
 
-    The front end never has more than was counted, and everything in the end. An owner that ended keeps its share.
+    The front end never has more than was counted. The first output after an empty step brings all counts. An owner that
+    ended keeps its share.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -143,58 +166,64 @@ def test_random_steps_reach_the_front_end(seed: int, registry: Any, monkeypatch:
         return int(torch.randint(most, (), generator=generator))
 
     monkeypatch.setattr(torch.cuda, "Event", Arrival)
+    monkeypatch.setattr(Arrival, "over", [])
     late = draw(2)
     if late:
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     statistics = [dict, lambda: {0: EngineCoreOutputs()},
                   lambda: {3: EngineCoreOutputs(), 1: EngineCoreOutputs(scheduler_stats=SchedulerStats())}]  # fmt: skip
-    scheduler = Scheduler(lambda: statistics[draw(3)]())
-    relay.Relay(scheduler, logging.getLogger("nwor"))
-    session = CountedSession()
-    publisher = session.publisher()
-    for _ in range(draw(3)):  # vLLM's warm-up
-        session.step()
-        publisher.attach(step_output())
+    scheduler, session = RelayingScheduler(lambda: statistics[draw(3)]()), CountedSession()
+    runner = Served(session)
+    runner.sample_tokens(step_output())  # of an engine without a feature
+    publisher = worker.publishers[runner] = session.publisher()  # type: ignore[index]
+    for _ in range(1 + draw(3)):  # vLLM's warm-up
+        runner.sample_tokens(step_output())
         publisher.forget()
 
-    def run_step(inside: str) -> None:
-        output = step_output(inside)
-        publisher.attach(output)
+    def run_step(inside: str, steps: int = 1) -> None:
+        output = runner.sample_tokens(step_output(inside), steps)
         front_end(scheduler.update_from_output(None, across_processes(output)))
+
+    def arrive() -> None:
+        Arrival.over = [publisher._copy[0]] if publisher._copy is not None else []
+
+    def is_idle() -> None:
+        assert runner.execute_model(SimpleNamespace(total_num_scheduled_tokens=0)) == "executed"
 
     steps = 0
     for _ in range(60):
         match draw(7):
             case 0 if late:
-                Arrival.over = [publisher._copy[0]] if publisher._copy is not None else []
+                arrive()
             case 1:
-                publisher.attach(SimpleNamespace(req_ids=[]))
+                runner.sample_tokens(SimpleNamespace(req_ids=[]), 0)
             case 2:
-                publisher.attach(None)
+                runner.sample_tokens(None, 0)
             case 3:
-                publisher.rest()
+                is_idle()
+            case 4:
+                copy = publisher._copy
+                runner.execute_model(SimpleNamespace(total_num_scheduled_tokens=1))
+                assert publisher._copy is copy
             case _:
-                session.step()
                 steps += 1
                 run_step(["", "model_runner_output", "_model_runner_output"][draw(3)])
         received = sum(counts["windows"] for counts in relay._received.values())
         assert received == steps if not late else received <= steps
-        worker.publishers[publisher] = publisher  # type: ignore[index]
         assert relay.totals().windows == steps
-        worker.publishers.clear()
-    publisher.rest()  # the engine is idle, and then serves a request without drafts
-    Arrival.over = [publisher._copy[0]] if publisher._copy is not None else []
-    run_step("")
+    for _ in range(2):
+        is_idle()  # the second empty step copies nothing
+        arrive()
+    run_step("", 0)  # a request without drafts
     expected = {"nwor_windows_total": steps, "nwor_draft_tokens_total": 3 * steps, "nwor_committed_tokens_total": steps,
                 "nwor_rejected_tokens_total": 2 * steps, "nwor_host_seconds_total": steps / 2}  # fmt: skip
     assert samples(registry) == expected | {"nwor_info/cow": 1, "nwor_memory_bytes/undo_log": 7}
-    stats = nwor_ops.EngineStats(1, windows=steps, drafted=3 * steps, accepted=steps, rejected=2 * steps,
-                                 host_seconds=steps / 2)  # fmt: skip
-    assert relay.totals() == stats
-    del session
-    run_step("")
-    assert publisher.totals()["windows"] == steps
-    assert (len(publisher._sources), relay.totals()) == (1, stats)
+    del session, runner._session
+    run_step("", 0)
+    assert relay.totals() == nwor_ops.EngineStats(
+        1, windows=steps, drafted=3 * steps, accepted=steps, rejected=2 * steps, host_seconds=steps / 2
+    )
+    assert caplog.messages == []  # the first output told the engine core that the plugin is in the worker
 
 
 def test_engines_are_added_up(registry: Any) -> None:
@@ -204,8 +233,7 @@ def test_engines_are_added_up(registry: Any) -> None:
         publisher = session.publisher(engine)
         publisher.add(publisher, lambda _, why=reason: {f"errors:{why}": 2, "draft_eager_reasons:x": 1})
         session.step()
-        scheduler, output = Scheduler(), step_output()
-        relay.Relay(scheduler, logging.getLogger("nwor"))
+        scheduler, output = RelayingScheduler(), step_output()
         publisher.attach(output)
         front_end(scheduler.update_from_output(None, output))
     stats = relay.totals()
@@ -241,39 +269,6 @@ def test_few_outputs_have_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hasattr(output, worker.MESSAGE)
 
 
-def test_empty_step_copies_last_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy that a message began may lack the last steps. The first output after a rest brings them all."""
-
-    class Served:
-        def execute_model(self, scheduler_output: Any) -> str:
-            return "executed"
-
-        def sample_tokens(self) -> Any:
-            session.step()
-            return step_output()
-
-    monkeypatch.setattr(torch.cuda, "Event", Arrival)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    session, runner = CountedSession(), Served()
-    Served.execute_model = worker.resting(Served.execute_model)  # type: ignore[method-assign]
-    Served.sample_tokens = worker.attaching(Served.sample_tokens)  # type: ignore[method-assign]
-    empty = SimpleNamespace(total_num_scheduled_tokens=0)
-    assert runner.execute_model(empty) == "executed"  # of an engine without a feature
-    publisher = worker.publishers[runner] = session.publisher()  # type: ignore[index]
-    Arrival.over = []
-    outputs = [runner.sample_tokens() for _ in range(3)]
-    first = publisher._copy
-    runner.execute_model(SimpleNamespace(total_num_scheduled_tokens=1))
-    assert publisher._copy is first
-    for _ in range(2):
-        assert runner.execute_model(empty) == "executed"
-        assert publisher._copy is not first
-        Arrival.over = Arrival.over or [publisher._copy[0]]  # the second empty step copies nothing
-    outputs.append(runner.sample_tokens())
-    assert [hasattr(output, worker.MESSAGE) for output in outputs] == [False, False, False, True]
-    assert json.loads(getattr(outputs[3], worker.MESSAGE))["counts"]["windows"] == 3
-
-
 def test_new_cache_publishes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The counts of what outlives a cache are not published again."""
 
@@ -300,16 +295,13 @@ def test_errors_of_metrics_stop_no_step(caplog: pytest.LogCaptureFixture, regist
         return {}
 
     broken = [True]
-    session, scheduler, output = CountedSession(), Scheduler(), step_output()
+    session, scheduler, output = CountedSession(), RelayingScheduler(), step_output()
     publisher = session.publisher()
-    relay.Relay(scheduler, logging.getLogger("nwor"))
     session.step()
     publisher.add(session, counts)
     publisher.attach(output)
-    worker.publishers["runner"] = publisher
-    worker.forget("runner")
+    publisher.forget()
     broken.clear()
-    worker.publishers.clear()
     front_end(scheduler.update_from_output(None, output))  # without a message
     publisher.attach(output)
     assert front_end(scheduler.update_from_output(None, output))[0].waiting_lora_adapters == {}
@@ -325,24 +317,13 @@ def test_errors_of_metrics_stop_no_step(caplog: pytest.LogCaptureFixture, regist
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("nwor", "relays"),
-    [
-        ({"mode": "cow"}, True),
-        ({"recurrent": True}, True),
-        ({}, False),
-        ({"mode": "cow", "emit_metrics": False}, False),
-    ],
-)
-def test_which_schedulers_relay(nwor: dict[str, Any], relays: bool) -> None:
-    class Other(Scheduler):
-        def __init__(self) -> None:
-            super().__init__()
-            self.vllm_config.additional_config = {"nwor": nwor}
-
-        __init__ = relay.relaying(__init__)
-
-    assert ("update_from_output" in vars(Other())) is relays
+@pytest.mark.parametrize("nwor", [{}, {"mode": "cow", "emit_metrics": False}])
+def test_engine_without_metrics_gets_no_warning(nwor: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Another engine of this process has metrics."""
+    scheduler = RelayingScheduler()
+    scheduler.vllm_config.additional_config = {"nwor": nwor}
+    scheduler.update_from_output(None, step_output())
+    assert caplog.messages == []
 
 
 # ---------------------------------------------------------------- the plugin's hooks

@@ -38,12 +38,11 @@ publishers: weakref.WeakKeyDictionary[Any, Publisher] = weakref.WeakKeyDictionar
 
 
 class _Source:
-    """The counts of one owner. See :meth:`Publisher.add`.
+    """The counts of one owner (:meth:`Publisher.add`).
 
     Attributes:
         values: the device's counters in the last copy that arrived.
-        sent: the counts that were sent.
-        warm_up: the counts of vLLM's warm-up, which are left out.
+        sent: the counts that were sent or left out.
     """
 
     def __init__(
@@ -52,30 +51,18 @@ class _Source:
         self._owner, self._counts, self._counters = weakref.ref(owner), counts, counters
         self.values = [0] * counters(owner).numel() if counters is not None else []
         self.sent: Counter[str] = Counter()
-        self.warm_up: Counter[str] = Counter()
-
-    @property
-    def ended(self) -> bool:
-        return self._owner() is None
 
     def counters(self) -> Tensor | None:
         owner = self._owner()
         return None if owner is None or self._counters is None else self._counters(owner)
 
-    def totals(self, exact: bool = False) -> Mapping[str, float]:
-        """Return the counts without those of the warm-up. ``exact`` synchronizes with the device."""
-        owner = self._owner()
+    def increments(self, exact: bool = False) -> dict[str, float]:
+        """Return the counts that were not sent. ``exact`` synchronizes with the device. A dead owner has none."""
+        owner, counters = self._owner(), self.counters() if exact else None
         if owner is None:
-            return self.sent
-        values = self._counters(owner).tolist() if exact and self._counters is not None else self.values
-        # Until the first copy has arrived, the device's counts are lower than those of the warm-up.
-        counts = self._counts(owner, *values)
-        return {name: max(count - self.warm_up[name], 0) for name, count in counts.items()}
-
-    def increments(self, every: bool) -> dict[str, float]:
-        """Return what is not sent yet: ``every`` count, or those that grew."""
-        totals = self.totals()
-        return {name: n - self.sent[name] for name, n in totals.items() if every or n > self.sent[name]}
+            return {}
+        values = self.values if counters is None else counters.tolist()
+        return {name: count - self.sent[name] for name, count in self._counts(owner, *values).items()}
 
 
 class Publisher:
@@ -101,7 +88,7 @@ class Publisher:
         self._sources: list[_Source] = []
         self._copy: tuple[Any, list[tuple[_Source, Tensor]]] | None = None  # with the event of its arrival
         self._is_copied = True  # whether a copy was started after the last output
-        self._ended: Counter[str] = Counter()  # counts of owners that no longer exist
+        self._sent: Counter[str] = Counter()  # the sum of all messages
         self._reported = False
         self._next = 0.0  # time of the next message
         self.add(self, lambda publisher: by_reason("errors", publisher.errors.counts))
@@ -124,21 +111,25 @@ class Publisher:
 
     def forget(self) -> None:
         """Leave out all counts so far: those of vLLM's warm-up, whose outputs reach no engine core. Synchronizes."""
-        totals = [source.totals(exact=True) for source in self._sources]
-        for source, counts in zip(self._sources, totals, strict=True):
-            source.warm_up.update(counts)
-            source.sent.clear()
-        self._copy = None
-        self._reported, self._next = False, 0.0
+        with self.errors.survived("leaving out the warm-up failed"):
+            left_out = [source.increments(exact=True) for source in self._sources]
+            for source, counts in zip(self._sources, left_out, strict=True):
+                source.sent.update(counts)
+                if (counters := source.counters()) is not None:
+                    source.values = counters.tolist()
+            self._sent.clear()
+            self._copy = None
+            self._reported, self._next = False, 0.0
 
     def totals(self) -> Counter[str]:
         """Return the exact counts. Synchronizes with the device."""
-        return sum_of([self._ended, *(source.totals(exact=True) for source in self._sources)])
+        return sum_of([self._sent, *(source.increments(exact=True) for source in self._sources)])
 
     def attach(self, output: Any) -> None:
         """Put the increments since the last message on the output of a step, if a message is due. Never raises.
 
-        An output without requests stays as it is, since it may be a shared constant of vLLM.
+        The first output has a message at once, so that the engine core knows that there is a publisher. An output
+        without requests stays as it is, since it may be a shared constant of vLLM.
         """
         with self.errors.survived("sending counters failed"):
             for name in _OUTPUT:
@@ -150,7 +141,7 @@ class Publisher:
                 return
             if self._copy is None:
                 self._start_copy()
-            if self._copy_arrived():
+            if self._copy_arrived() or not self._reported:
                 self._next = now + PERIOD
                 if message := self._message():
                     setattr(output, MESSAGE, json.dumps(message))
@@ -184,17 +175,18 @@ class Publisher:
 
     def _message(self) -> dict[str, Any]:
         """Return the next message, empty if nothing changed. The first one has every count, and the report."""
-        for source in [source for source in self._sources if source.ended]:
-            self._sources.remove(source)
-            self._ended.update(source.sent)
-        increments = [source.increments(every=not self._reported) for source in self._sources]
-        message = {"publisher": self.name, "labels": self._labels, "counts": sum_of(increments)}
+        changes = [(source, source.increments()) for source in self._sources]
+        if self._reported:
+            changes = [(source, {name: n for name, n in counts.items() if n > 0}) for source, counts in changes]
+        counts = sum_of(counts for _, counts in changes)
+        message = {"publisher": self.name, "labels": self._labels, "counts": counts}
         if not self._reported:
             message |= self._report()
-        elif not message["counts"]:
+        elif not counts:
             return {}
-        for source, sent in zip(self._sources, increments, strict=True):
+        for source, sent in changes:
             source.sent.update(sent)
+        self._sent.update(counts)
         return message
 
 
@@ -204,15 +196,6 @@ def sum_of(counts: Iterable[Mapping[str, float]]) -> Counter[str]:
     for one in counts:
         total.update(one)
     return total
-
-
-def start(runner: Any, report: Callable[[], Mapping[str, Any]], sends: bool, logger: Any) -> bool:
-    """Publish the counts of a runner's engine from now on. Return False if they are published already."""
-    with Errors(logger, "without publishing counters").survived("starting to count failed"):
-        if runner not in publishers:
-            publishers[runner] = Publisher(runner.vllm_config, report, sends, logger)
-            return True
-    return False
 
 
 def publish(
@@ -226,22 +209,13 @@ def publish(
         publishers[runner].add(owner, counts, counters)
 
 
-def forget(runner: Any) -> None:
-    """Call :meth:`Publisher.forget` of a runner's publisher, if it has one."""
-    publisher = publishers.get(runner)
-    if publisher is not None:
-        with publisher.errors.survived("leaving out the warm-up failed"):
-            publisher.forget()
-
-
 def attaching(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a patch of a runner's ``sample_tokens``: its publisher gets the output of each step that sampled."""
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)
-        publisher = publishers.get(self)
-        if publisher is not None:
-            publisher.attach(output)
+        if self in publishers:
+            publishers[self].attach(output)
         return output
 
     return sample_tokens

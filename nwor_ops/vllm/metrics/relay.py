@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 from nwor_ops.transaction.counters import EngineStats
 from nwor_ops.vllm.environment import settings_of, vllm_logger
 from nwor_ops.vllm.errors import Errors
-from nwor_ops.vllm.hooks import Hook, Patches
+from nwor_ops.vllm.hooks import Hook
 from nwor_ops.vllm.metrics.names import BY_REASON, INFO, MEMORY, METRICS
 from nwor_ops.vllm.metrics.publisher import MESSAGE, publishers, sum_of
 
@@ -30,37 +31,30 @@ _LABELS = ("model_name", "engine")  # as vLLM's own metrics
 UPDATE_HOOK = Hook(
     "vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", "scheduler_output, model_runner_output"
 )
-_patches = Patches("relay of counters")
 _received: dict[str, Counter[str]] = {}  # by name of the publisher
 
 # ---------------------------------------------------------------- engine core
 
 
-class Relay:
-    """Pass messages from the outputs of an engine's steps on to the front end.
+def relaying(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a patch of the scheduler's update after a step: it passes the message of the output on."""
+    logger = vllm_logger()
+    errors, served = Errors(logger, "without publishing counters"), weakref.WeakSet[Any]()
 
-    Args:
-        scheduler: vLLM's scheduler. One method of this instance is patched.
-        logger: vLLM's logger.
-    """
-
-    def __init__(self, scheduler: Any, logger: Any) -> None:
-        self._logger, self._errors = logger, Errors(logger, "without publishing counters")
-        self._waits = True  # for the first message
-        _patches.put_methods(scheduler, self, ["update_from_output"], UPDATE_HOOK.signature)
-
-    def update_from_output(self, update: Callable[..., Any], scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Run vLLM's update of a step, and pass on the message of its output."""
-        outputs = update(scheduler_output, model_runner_output)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = update(self, scheduler_output, model_runner_output)
         message = getattr(model_runner_output, MESSAGE, None)
-        if message is not None:
-            with self._errors.survived("passing on counters failed"):
+        with errors.survived("passing on counters failed"):
+            if message is not None:
                 _put(outputs, message)
-        elif self._waits and model_runner_output.req_ids:
-            self._logger.warning("nwor: no feature is active: nwor_ops is not loaded in the worker that samples. "
-                                 "Is the package installed on its node?")  # fmt: skip
-        self._waits = self._waits and not model_runner_output.req_ids
+            if self not in served and model_runner_output.req_ids:
+                served.add(self)
+                if message is None and settings_of(self.vllm_config).wants_metrics:
+                    logger.warning("nwor: no feature is active: nwor_ops is not loaded in the worker that samples. Is "
+                                   "the package installed on its node?")  # fmt: skip
         return outputs
+
+    return update_from_output
 
 
 def _put(outputs: dict[int, Any], message: str) -> None:
@@ -74,19 +68,6 @@ def _put(outputs: dict[int, Any], message: str) -> None:
     if chosen.scheduler_stats is None:
         chosen.scheduler_stats = SchedulerStats()
     chosen.scheduler_stats.waiting_lora_adapters[_KEY + message] = 0
-
-
-def relaying(original: Callable[..., None]) -> Callable[..., None]:
-    """Return a patch of the scheduler's ``__init__``: it passes messages on if its engine publishes metrics."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if settings_of(self.vllm_config).wants_metrics:
-            logger = vllm_logger()
-            with Errors(logger, "without our metrics").survived("receiving counters failed"):
-                Relay(self, logger)
-
-    return __init__
 
 
 # ---------------------------------------------------------------- front end
