@@ -331,11 +331,6 @@ def main() -> None:
         plain, shown = run("plain", engine, False), run("speculative", engine, True)
     else:  # the plain engine stores the states at every step
         plain, shown = run("plain", make_engine(), False), run(arguments.form, engine, False)
-    memory = engine.states.memory()
-    print(
-        f"recurrent states of a request: {memory.state} bytes and a record of {memory.record}; "
-        f"{engine.max_window} states would be {memory.every_state}"
-    )
     print(f"same output as plain greedy decoding: {'yes' if shown == plain else 'NO'}")
     raise SystemExit(shown != plain)
 

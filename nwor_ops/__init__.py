@@ -40,9 +40,7 @@ from nwor_ops.kv_cache import (  # noqa: E402
 from nwor_ops.ops import *  # noqa: E402, F403
 from nwor_ops.recurrent import (  # noqa: E402
     RecurrentCache as RecurrentCache,
-    RecurrentMemory as RecurrentMemory,
     RecurrentStates as RecurrentStates,
-    RecurrentStats as RecurrentStats,
 )
 from nwor_ops.transaction.staging import (  # noqa: E402
     KVCacheInterceptor as KVCacheInterceptor,

@@ -23,6 +23,6 @@ fold pending rows. ``states`` joins them to the protocol above. The vLLM plugin 
 """
 
 from nwor_ops.recurrent.cache import RecurrentCache
-from nwor_ops.recurrent.states import RecurrentMemory, RecurrentStates, RecurrentStats
+from nwor_ops.recurrent.states import RecurrentStates
 
-__all__ = ["RecurrentCache", "RecurrentMemory", "RecurrentStates", "RecurrentStats"]
+__all__ = ["RecurrentCache", "RecurrentStates"]

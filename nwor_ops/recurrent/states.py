@@ -4,58 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import has_no_data
-from nwor_ops.recurrent.cache import RecurrentCache, check_apart, layers_of_mixed_storages
+from nwor_ops.overlap import Area, first_overlap
+from nwor_ops.recurrent.cache import RecurrentCache
 from nwor_ops.recurrent.cursors import Cursors
 from nwor_ops.recurrent.fold import Fold, RecurrentLayer
 from nwor_ops.torch_fixes import static
 from nwor_ops.transaction.protocol import State, Stateful, is_capturing
 
 _SLOT_DTYPES = (torch.int32, torch.int64)
-
-
-@dataclass(frozen=True)
-class RecurrentMemory:
-    """Bytes of one slot, summed over all layers.
-
-    Attributes:
-        state: the state of the request.
-        record: the record of its last window.
-        every_state: ``max_window`` states. A scheme that keeps the state after each token needs this instead of both.
-
-    Example:
-        >>> memory = RecurrentMemory(state=100, record=5, every_state=400)
-        >>> (memory.state + memory.record) / memory.every_state
-        0.2625
-    """
-
-    state: int
-    record: int
-    every_state: int
-
-
-@dataclass(frozen=True)
-class RecurrentStats:
-    """Totals since :meth:`RecurrentStates.allocate`, counted on the device.
-
-    Attributes:
-        windows: number of windows that were opened.
-        skipped_requests: number of requests that a window skipped because their counts are invalid, once for each
-            window. Only on CUDA; on the CPU the call raises.
-
-    Example:
-        >>> RecurrentStats(windows=3, skipped_requests=0).windows
-        3
-    """
-
-    windows: int
-    skipped_requests: int
 
 
 class RecurrentStates(Stateful[RecurrentLayer]):
@@ -91,8 +53,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         >>> a = b = torch.zeros(4, 2)
         >>> out = states.verify("layers.0", q, k, v, a, b, torch.zeros(2), torch.zeros(2))
         >>> states.commit(torch.tensor([2], dtype=torch.int32))  # one draft token was accepted
-        >>> out.shape, states.stats().windows
-        (torch.Size([4, 2, 64]), 1)
+        >>> out.shape
+        torch.Size([4, 2, 64])
     """
 
     _called = "states"
@@ -147,8 +109,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         Call it once, after all layers are registered and before any capture of a CUDA graph.
 
         Raises:
-            ValueError, TypeError: :func:`nwor_ops.gated_delta_fold` does not support the states of a layer, or states
-                and records share memory.
+            ValueError: layers share memory.
         """
         self._require(State.REGISTERING, "allocate")
         if not self._layers:
@@ -163,56 +124,42 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         self.window_id = zeros(1, dtype=torch.int64)
         self.query_start_loc = zeros(requests + 1)
         self.num_kept = zeros(self.num_slots)  # tokens of each slot's last window that stay
-        self._num_tokens = zeros(self.num_slots, dtype=torch.int64)  # tokens of each slot's state; slot 0 has any
         self._slots = zeros(requests, dtype=torch.int64)
         self._batch_kept = zeros(requests)  # the same for the requests of a batch
-        caches = {name: layer.cache for name, layer in self._layers.items()}
-        for name, layer in self._layers.items():
-            Fold({name: layer}).check("allocate", self.plan, self.window_id)
-        check_apart("allocate", caches)
+        names = "state", "record_keys", "record_norms", "record_decays", "record_updates"
+        areas = [
+            (f"{field} of {name!r}", Area.of(getattr(layer.cache, field)))
+            for name, layer in self._layers.items()
+            for field in names
+            if not has_no_data(layer.cache.state)
+        ]
+        if overlap := first_overlap(areas):  # no kernel sees all layers
+            raise ValueError(f"allocate: {overlap[0]} and {overlap[1]} must not share memory")
         self._fold = Fold(self._layers)
-        self._fold.check("allocate", self.plan, self.window_id)
         self._fold_plan: Tensor | None = None  # of a fold or copy that has begun
         # Marks the layers that such a fold has reached. It counts down, and the windows count up.
         self._fold_number = zeros(1, dtype=torch.int64)
-        self._untraceable = layers_of_mixed_storages(caches)
         self._state = State.CLOSED
 
-    def memory(self) -> RecurrentMemory:
-        """Return the memory of one request, in bytes, without cursors and buffers (a few bytes per slot)."""
-        if not self._layers:
-            raise RuntimeError("memory: no layer is registered")
+    def skipped_requests(self) -> int:
+        """Return how many requests windows have skipped on CUDA because their numbers are invalid. This synchronizes.
 
-        def of_slot(tensor: Tensor) -> int:
-            return tensor[0].numel() * tensor.element_size()
-
-        caches = [layer.cache for layer in self._layers.values()]
-        state = sum(of_slot(cache.state) for cache in caches)
-        record = sum(of_slot(tensor) for cache in caches for tensor in cache.records)
-        return RecurrentMemory(state, record, self.max_window * state)
-
-    def stats(self) -> RecurrentStats:
-        """Return the totals so far. This synchronizes."""
+        A request counts once for each window. On the CPU the call raises instead.
+        """
         if self._state is State.REGISTERING:
-            raise RuntimeError("stats: the states must be allocated; call allocate() first")
-        return RecurrentStats(int(self.window_id), self.cursors.skipped.now())
+            raise RuntimeError("skipped_requests: the states must be allocated; call allocate() first")
+        return self.cursors.skipped.now()
 
     # ------------------------------------------------------------ a window
 
-    def begin(
-        self,
-        state_slots: Tensor,
-        query_start_loc: Tensor,
-        is_window: Tensor | None = None,
-        num_computed_tokens: Tensor | None = None,
-    ) -> None:
+    def begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None = None) -> None:
         """Open a window. One kernel plans it for all layers: the rows to reapply, and where to record the window.
 
         The arguments are copied, so the caller may change them afterwards.
 
         Args:
-            state_slots: int32 or int64 ``[R]``, any stride: the slot of each request, from 1 on; -1 = padding. Slots
-                must be distinct.
+            state_slots: int32 or int64 ``[R]``, any stride: the slot of each request, from 1 on; 0 or less = padding.
+                Slots must be distinct. :meth:`reset` the slot of a new request.
             query_start_loc: int32 ``[>= R + 1]``, contiguous: the first token of each request in the batch, and the
                 end of the last one. A request has up to ``max_window`` tokens: first its known tokens (which may be the
                 next ones of a prompt), then its draft tokens. A request without tokens is not part of this window.
@@ -220,41 +167,42 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 prompts, writes the state of a request in this step. Such a request may have more tokens, and
                 :meth:`verify` writes zeros for them. Its pending rows are dropped, so call :meth:`fold` before, unless
                 the other kernel starts a new state.
-            num_computed_tokens: int32 or int64 ``[>= R]``: number of each request's tokens before this window. None:
-                not checked. The slot must hold the state of as many tokens. This finds a slot that was not
-                :meth:`reset` for a new request, and a wrong ``num_kept``. Pass it in every window.
 
         Raises:
             ValueError, TypeError: there are more than ``max_num_requests`` requests, or a shape, dtype or device is
                 wrong.
             ValueError, IndexError: on the CPU, a window is too long, a slot does not exist, a request with tokens has
-                slot 0 or another number of computed tokens, or two requests have the same slot. Nothing has changed
-                then. On CUDA such a request is skipped and counted (:meth:`stats`). If debug mode raises for it, the
-                window is open, so call :meth:`cancel`.
+                slot 0, or two requests have the same slot. Nothing has changed then. On CUDA such a request is skipped
+                and counted (:meth:`skipped_requests`), or with slot 0 padding. If debug mode raises for it, the window
+                is open, so call :meth:`cancel`.
         """
         self._require(State.CLOSED, "begin")
-        self._check_begin(state_slots, query_start_loc, is_window, num_computed_tokens)
+        self._check_slots("begin: state_slots", state_slots)
         requests = state_slots.shape[0]
+        if requests > self.max_num_requests:
+            raise ValueError(
+                f"begin: state_slots must have at most {self.max_num_requests} requests (max_num_requests), got "
+                f"{requests}"
+            )
+        validation.tensor(
+            "begin: query_start_loc", query_start_loc, torch.int32, dims=1, least=requests + 1, device=self.device
+        )
+        if validation.reads_values(self.device):
+            lost = (state_slots == 0) & (query_start_loc[: requests + 1].diff() > 0)
+            for request in lost.nonzero()[:1, 0].tolist():
+                raise ValueError(
+                    f"begin: state_slots must be 1 to {self.num_slots - 1} for request {request}, which has tokens, "
+                    "got 0; -1 is padding"
+                )
         slots, kept = self._slots[:requests], self._batch_kept[:requests]
         slots.copy_(state_slots).clamp_(0, self.num_slots - 1)
         torch.index_select(self.num_kept, 0, slots, out=kept)
-        wrong = state_slots == 0
-        if num_computed_tokens is not None:
-            computed, held = num_computed_tokens[:requests], self._num_tokens[slots]
-            others = torch.zeros_like(wrong) if is_window is None else ~is_window[:requests]
-            wrong |= (state_slots > 0) & ~others & (computed != held)
-        if validation.reads_values(self.device):
-            self._check_requests(wrong, state_slots, query_start_loc, num_computed_tokens)
         self._num_requests = requests
         self._verified.clear()
         with self._opening(self.plan):
-            self.cursors.plan_window(  # it skips and counts a slot that does not exist
-                self.plan, self.window_id, state_slots.masked_fill(wrong, self.num_slots), query_start_loc, kept,
-                self.max_window, is_window,
-            )  # fmt: skip
-        if num_computed_tokens is not None and is_window is not None:  # the other kernel's tokens
-            after = computed + query_start_loc[: requests + 1].diff()
-            self._num_tokens.scatter_(0, slots, torch.where(others, after, held))
+            self.cursors.plan_window(
+                self.plan, self.window_id, state_slots, query_start_loc, kept, self.max_window, is_window
+            )
         self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
         if requests < self.max_num_requests:  # the other rows have no tokens
             self.query_start_loc[requests + 1 :].copy_(query_start_loc[requests : requests + 1])
@@ -300,24 +248,15 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             ``out``.
 
         Raises:
-            RuntimeError: no window is open; the layer has already run in this window (if Python can tell); or
-                ``torch.compile`` traces a layer whose tensors share a storage with tensors of another dtype
-                (docs/guides/recurrent-states.md).
+            RuntimeError: no window is open, or the layer has already run in this window (if Python can tell).
             ValueError, TypeError: as :func:`nwor_ops.gated_delta_verify`; nothing is written.
         """
         layer = self._layer(name, "verify")
-        traced = torch.compiler.is_compiling()
         counted = False
-        if traced and name in self._untraceable:
-            raise RuntimeError(
-                f"verify: the tensors of layer {name!r} must not share a storage with tensors of another dtype if "
-                "torch.compile traces this call; call it from a custom op instead"
-            )
-        if not traced:
-            validation.tensor("verify: q", q)
+        if not torch.compiler.is_compiling():
             validation.tensor("verify: v", v)
-            self._require_window("verify", name, q)
-            counted = not is_capturing(q)  # a capture runs nothing
+            self._require_window("verify", name, self.window_id)
+            counted = not is_capturing(self.window_id)  # a capture runs nothing
             if counted and name in self._verified:
                 raise RuntimeError(f"verify: layer {name!r} must run once in a window, it has run in this one")
         if out is None:
@@ -360,7 +299,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         if self.device.type == "cpu":
             self._check_commit(slots, num_kept)
         self.num_kept.scatter_(0, slots, num_kept[:requests])
-        self._num_tokens.scatter_add_(0, slots, num_kept[:requests].long())
         self._close()
 
     def cancel(self) -> None:
@@ -431,9 +369,10 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         """
         self._require(State.CLOSED, "reset")
         self._check_slots("reset: slots", slots)
-        rows = self._existing("reset", slots)
+        if self.device.type == "cpu" and slots.numel() and int(slots.max()) >= self.num_slots:
+            raise IndexError(f"reset: slots must be less than {self.num_slots}, got {int(slots.max())}")
+        rows = torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
         self.cursors.drop(rows)
-        self._num_tokens.index_fill_(0, rows, 0)
         for layer in self._layers.values():
             layer.cache.state.index_fill_(0, rows, 0)
 
@@ -462,8 +401,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         self._fold_number.sub_(1)
         with self._opening(plan):  # the plan clears the cursors before the first layer is folded
             self.cursors.plan_fold(plan, source_slots, target_slots, kept, keep_source)
-        sources, targets = self._existing("copy", source_slots), self._existing("copy", target_slots)
-        self._num_tokens.scatter_(0, torch.where(sources > 0, targets, 0), self._num_tokens[sources])
         self._finish_fold()
 
     def _finish_fold(self) -> None:
@@ -475,54 +412,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
 
     def _check_slots(self, what: str, slots: Tensor) -> None:
         validation.tensor(what, slots, *_SLOT_DTYPES, dims=1, device=self.device)
-
-    def _existing(self, method: str, slots: Tensor) -> Tensor:
-        """Return the slots, and 0 for each one that does not exist."""
-        if self.device.type == "cpu" and slots.numel() and int(slots.max()) >= self.num_slots:
-            raise IndexError(f"{method}: slots must be less than {self.num_slots}, got {int(slots.max())}")
-        return torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
-
-    def _check_begin(
-        self,
-        state_slots: Tensor,
-        query_start_loc: Tensor,
-        is_window: Tensor | None,
-        num_computed_tokens: Tensor | None,
-    ) -> None:
-        self._check_slots("begin: state_slots", state_slots)
-        requests = state_slots.shape[0]
-        if requests > self.max_num_requests:
-            raise ValueError(
-                f"begin: state_slots must have at most {self.max_num_requests} requests (max_num_requests), got "
-                f"{requests}"
-            )
-        validation.tensor(
-            "begin: query_start_loc", query_start_loc, torch.int32, dims=1, least=requests + 1, device=self.device
-        )
-        if is_window is not None:
-            validation.tensor("begin: is_window", is_window, torch.bool, dims=1, least=requests, device=self.device)
-        if num_computed_tokens is not None:
-            what = "begin: num_computed_tokens"
-            validation.tensor(what, num_computed_tokens, *_SLOT_DTYPES, dims=1, least=requests, device=self.device)
-
-    def _check_requests(
-        self, wrong: Tensor, state_slots: Tensor, query_start_loc: Tensor, num_computed_tokens: Tensor | None
-    ) -> None:
-        """Raise for the first request with tokens and a wrong slot. Only on the CPU, because it reads values."""
-        tokens = query_start_loc[: len(wrong) + 1].diff()
-        for request in (wrong & (tokens > 0)).nonzero()[:1, 0].tolist():
-            slot = int(state_slots[request])
-            if slot == 0:
-                raise ValueError(
-                    f"begin: state_slots must be 1 to {self.num_slots - 1} for request {request}, which has tokens, "
-                    "got 0; -1 is padding"
-                )
-            if slot < self.num_slots and num_computed_tokens is not None:
-                raise ValueError(
-                    f"begin: num_computed_tokens must be {int(self._num_tokens[slot])} for request {request} (slot "
-                    f"{slot}), the tokens of its state, got {int(num_computed_tokens[request])}; call reset() for a "
-                    "new request"
-                )
 
     def _check_commit(self, slots: Tensor, num_kept: Tensor) -> None:
         """Check the counts, and that every layer ran. Only on the CPU, because it reads values."""
