@@ -191,7 +191,7 @@ dist: $(READY)
 	  --exclude "libtorch*.so" --exclude "libc10*.so" build/dist/*.whl
 	@mv build/dist/*.tar.gz dist/
 	@ls -sh1 dist
-	$(if $(filter 0,$(NWOR_BUILD_CUDA)),@echo "make: this wheel has no CUDA library, and tools/release.py refuses it")
+	$(if $(filter 0,$(NWOR_BUILD_CUDA)),@echo "make: this wheel has no CUDA library; tools/release.py refuses it")
 
 # Installs both into fresh environments: pip downloads torch for each of them, and builds the sdist.
 test-dist: dist
