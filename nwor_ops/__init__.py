@@ -53,7 +53,6 @@ from nwor_ops.transaction.counters import (  # noqa: E402
     Stats as Stats,
     stats as stats,
 )
-from nwor_ops.transaction.in_flight import InFlightManager as InFlightManager  # noqa: E402
 from nwor_ops.transaction.manager import DraftCommitManager as DraftCommitManager  # noqa: E402
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks as num_shadow_blocks  # noqa: E402
 from nwor_ops.transaction.window import (  # noqa: E402

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nwor_ops.transaction.manager import MODES
 from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
 
 # ---------------------------------------------------------------- ways to draft
@@ -63,11 +62,10 @@ METHODS = (
 
 @dataclass(frozen=True)
 class ParallelMode:
-    """A parallel mode of vLLM with the supported ``modes`` of the transaction, and the tests that run it: cases of
-    tests/gpu/vllm/test_parallel.py (those that end in ``-stage`` run in mode stage), and tests in tests/vllm."""
+    """A parallel mode of vLLM and the tests that run it: cases of tests/gpu/vllm/test_parallel.py (those that end in
+    ``-stage`` run in mode stage), and tests in tests/vllm."""
 
     name: str
-    modes: tuple[str, ...] = MODES
     v2: tuple[str, ...] = ()
     v1: tuple[str, ...] = ()
     cpu: tuple[str, ...] = ()
@@ -84,12 +82,8 @@ PARALLEL_MODES = (
                  v1=_both("tp2-ngram-v1", "tp2-eagle-v1")),
     ParallelMode("data parallelism, dense", v2=_both("dp2-dense-v2", "dp4-dense-v2"), v1=_both("dp2-dense-v1")),
     ParallelMode("tensor x data", v2=_both("tp2-dp2-dense-v2")),
-    ParallelMode("pipeline parallelism", ("cow",), v2=("pp2-ngram-v2", "pp2-eagle-v2", "pp2-eager-v2", "pp2-abort-v2",
-                 "pp2-preemption-v2", "tp2-pp2-eagle-v2"),
-                 cpu=("test_a_rank_keeps_accepted_rows",),
-                 notes={"v1": "refused", "cpu": "without an engine, because it would be refused"}),
     ParallelMode("several nodes, by vLLM's multiprocess launcher",
-                 v2=(*_both("nodes2-tp2-v2"), "nodes2-pp2-v2"), notes={"v1": "no", "cpu": "no"}),
+                 v2=_both("nodes2-tp2-v2"), notes={"v1": "no", "cpu": "no"}),
     ParallelMode("Ray", cpu=("test_serve_counts_for_ray_workers",),
                  notes={"v2": "no", "v1": "no", "cpu": "tensor parallel 2, workers on another node"}),
 )

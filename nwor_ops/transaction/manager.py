@@ -114,7 +114,6 @@ class DraftCommitManager(Stateful[Layer]):
 
     _called = "manager"
     _layers: LayerTable
-    _windows = 1  # capacity of the log, in windows
 
     def __init__(
         self,
@@ -147,9 +146,8 @@ class DraftCommitManager(Stateful[Layer]):
             group: size(f"shadow_blocks[{group!r}]", first, 0) for group, first in (shadow_blocks or {}).items()
         }
         self._layers = LayerTable()
-        self._log_rows = self.max_draft_tokens * self._windows
         capacity = Capacity(
-            self.max_num_tokens, self.max_num_requests, self._log_rows, self.max_drafts_per_request,
+            self.max_num_tokens, self.max_num_requests, self.max_draft_tokens, self.max_drafts_per_request,
             first_blocks, self.device,
         )  # fmt: skip
         self.recovery: Recovery = _RECOVERIES[mode](self._layers, capacity)
@@ -208,7 +206,7 @@ class DraftCommitManager(Stateful[Layer]):
         if not self._layers:
             raise RuntimeError("allocate: no layer is registered")
         buffers = WindowBuffers(
-            len(self.groups), self.max_num_tokens, self._log_rows, self.max_num_requests, self.device
+            len(self.groups), self.max_num_tokens, self.max_draft_tokens, self.max_num_requests, self.device
         )
         self._layers.prepare()
         self.recovery.allocate(buffers)

@@ -55,7 +55,6 @@ from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction import connectors, shadow_blocks
 from nwor_ops.vllm.transaction.layers.back_ends import KIMI_HOOKS
 from nwor_ops.vllm.transaction.runners.base import log_bytes
-from nwor_ops.vllm.transaction.runners.pipeline import HOOKS as PIPELINE_HOOKS
 from nwor_ops.vllm.transaction.runners.v1 import V1
 from nwor_ops.vllm.transaction.runners.v2 import V2, WARM_UPS
 from nwor_ops.vllm.transaction.session import Session
@@ -338,12 +337,9 @@ def check_hooks() -> list[dict[str, Any]]:
         >>> [row["hook"] for row in nwor_ops.vllm.check_hooks() if row["needed"] and not row["ok"]]
         []
     """
-    import vllm
     from vllm.platforms import current_platform
 
     of_runners = [hook for kind in RUNNERS.values() for hook in kind.hooks]
-    if not vllm.__version__.startswith("0.32."):  # there, pipeline parallelism on the V2 runner is refused
-        of_runners += PIPELINE_HOOKS
     by_feature = {
         TRANSACTION: (*of_runners, *KIMI_HOOKS, *shadow_blocks.HOOKS, *connectors.HOOKS, *_COMMON_HOOKS),
         DRAFT_GRAPHS: draft_graphs.HOOKS,

@@ -11,14 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from nwor_ops.transaction.in_flight import Deferred
-
 
 class StepListener:
     """Receive the events of each step. Every method does nothing. Override the methods that you need.
 
-    The methods are in the order of a step. If the outcome of a step arrives in a later step, :meth:`deferred`,
-    :meth:`undone` and :meth:`settled` replace :meth:`commit`.
+    The methods are in the order of a step.
 
     A session prepares the arguments of :meth:`begin`, which may synchronize, only for listeners that override it. In
     mode ``"stage"``, the writers of the target layers are patched only if a listener overrides :meth:`record`.
@@ -68,16 +65,6 @@ class StepListener:
 
     def drop(self) -> None:
         """A step that may have begun will receive no further events."""
-
-    def deferred(self, deferred: Deferred | None) -> None:
-        """The forward and the step are over. ``deferred`` identifies the window; it is None for a step without
-        drafts."""
-
-    def undone(self, deferred: Deferred, requests: Sequence[int]) -> None:
-        """The drafts of these requests are undone, because their slots are about to be reused."""
-
-    def settled(self, deferred: Deferred, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        """The outcome of a deferred window is known. The other arguments are those of :meth:`commit`."""
 
 
 class RecurrentListener:

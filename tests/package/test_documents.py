@@ -340,5 +340,5 @@ def test_hooks_page_names_every_patch() -> None:
     patched, page = patched_names(), code(HOOKS)
     for hook in (*ENVIRONMENT_HOOKS, *(patch.hook for patch in PATCHES)):
         patched[hook.name.rpartition(".")[2]] = hook.module
-    assert {"prepare_attn", "receive", "save_kv_layer", "do_kv_cache_update", "sleep"} <= set(patched)
+    assert {"prepare_attn", "save_kv_layer", "do_kv_cache_update", "sleep"} <= set(patched)
     assert {name: file for name, file in patched.items() if not re.search(rf"\b{name}\b", page)} == {}

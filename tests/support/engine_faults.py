@@ -7,7 +7,6 @@ name                  planted in
 ``loads``             begin, commit, and the copy of loaded rows to shadow pages
 ``cancel``            vLLM's sampling in a step with drafts, and then in cancel
 ``capture``           the write of a layer while vLLM captures a CUDA graph; planted before the engine starts
-``pipeline``          defer, settle and undo of the pipeline ranks that do not sample
 ``plan``, ``verify``, ``fold``, ``copies``  this part of a step with recurrent states
 ``counts``            no error: after some steps, the cursor of a request's recurrent state is invalid
 ``states``            no error: after some steps, a number of each state of one layer in vLLM is wrong
@@ -106,16 +105,6 @@ def _of_capture(_: Any) -> list[Fault]:
     return [Fault(LayerWriter, "write", 3, "", only=capturing)]
 
 
-def _of_pipeline(_: Any) -> list[Fault]:
-    from nwor_ops.transaction.in_flight import InFlightManager
-
-    return [
-        Fault(InFlightManager, "defer", 13, "defer failed"),
-        Fault(InFlightManager, "settle", 11, "settle failed"),
-        Fault(InFlightManager, "undo", 2, "undo failed"),
-    ]
-
-
 # ---------------------------------------------------------------- recurrent states
 
 
@@ -186,7 +175,6 @@ _FAULTS: dict[str, Callable[[Any], list[Fault]]] = {
     "loads": _of_loads,
     "cancel": _of_cancel,
     "capture": _of_capture,
-    "pipeline": _of_pipeline,
     "plan": _of_plan,
     "verify": _of_verify,
     "fold": _of_fold,

@@ -26,7 +26,7 @@ _ALONE = 8  # number of requests that run one at a time
 def second_node(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Return the engine's arguments for the first node, while the second node runs. Each has half of the GPUs."""
     engine = job["engine"]
-    half = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1) // NODES
+    half = engine.get("tensor_parallel_size", 1) // NODES
     nodes = [
         engine | {"nnodes": NODES, "node_rank": rank, "master_addr": "127.0.0.1", "master_port": job["port"]}
         for rank in range(NODES)

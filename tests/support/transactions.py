@@ -17,7 +17,6 @@ from torch import Tensor
 from nwor_ops import DraftCommitManager, LayerCache, Plane, Window, num_shadow_blocks
 from nwor_ops.testing.layouts import Shape, amx_offsets, make_amx_pages, make_pages, memory, random_bytes, twin
 from nwor_ops.testing.raw_rows import raw
-from nwor_ops.transaction.in_flight import InFlightManager
 
 NUM_SLOTS = 64
 # Layers of one geometry share the table, because its identity is part of the geometry.
@@ -194,7 +193,6 @@ class Transactions:
         max_draft_tokens: int = 16,
         mode: str = "cow",
         max_drafts_per_request: int | None = None,
-        windows: int = 1,
         device: str = "cpu",
     ) -> None:
         self.device = device
@@ -206,7 +204,7 @@ class Transactions:
             "mode": mode,
             "max_drafts_per_request": max_drafts_per_request,
         }
-        self.manager = DraftCommitManager(**limits) if windows == 1 else InFlightManager(**limits, windows=windows)
+        self.manager = DraftCommitManager(**limits)
         kinds, self.shadows = list(kinds), 0  # the last pages of each group, which belong to no request
         if mode == "stage":
             smallest = min(KINDS[kind][3].block_size for kind in kinds)

@@ -13,7 +13,6 @@ from transactions import one_thread  # noqa: F401
 import nwor_ops
 from nwor_ops import (
     DraftCommitManager,
-    InFlightManager,
     KVCacheInterceptor,
     LayerCache,
     Plane,
@@ -96,7 +95,6 @@ INTEGERS = {
         STAGE,
         ("max_num_tokens", "max_num_requests", "max_draft_tokens", "max_drafts_per_request"),
     ),
-    "InFlightManager": (InFlightManager, MANAGER | {"windows": 2}, ("windows",)),
     "StagingBuffer": (StagingBuffer, STAGING, ("max_num_tokens", "max_num_rows")),
     "num_shadow_blocks": (
         num_shadow_blocks,
@@ -282,11 +280,10 @@ def test_tensors_that_are_not_dense():
         refused(DraftCommitManager, MANAGER, "device", value, "^DraftCommitManager: device must be .* got ", TypeError)
 
 
-@pytest.mark.parametrize("manager_of", [DraftCommitManager, lambda **limits: InFlightManager(windows=2, **limits)])
-def test_two_layers_of_a_group_have_different_caches(manager_of):
+def test_two_layers_of_a_group_have_different_caches():
     """The second layer would log what the first one wrote, and the undo would bring rejected rows back."""
     cache, values = torch.zeros(8, 4, 2, 16), torch.zeros(8, 4, 2, 16)
-    manager = manager_of(**MANAGER)
+    manager = DraftCommitManager(**MANAGER)
     manager.register_layer("a", LayerCache.split(cache, values))
     for other in (
         LayerCache.packed(cache),

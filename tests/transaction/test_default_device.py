@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 
-import deferring_machine
 import manager_machine
 import pytest
 import recurrent_machine
@@ -18,7 +17,7 @@ import nwor_ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftMetadata, DraftSampler, GraphKey
 
 CLASSES = (
-    nwor_ops.DraftCommitManager, nwor_ops.InFlightManager, nwor_ops.RecurrentStates, nwor_ops.StagingBuffer,
+    nwor_ops.DraftCommitManager, nwor_ops.RecurrentStates, nwor_ops.StagingBuffer,
     nwor_ops.KVCacheInterceptor, nwor_ops.DraftVocabulary, DraftBuffers, DraftLoop, DraftSampler,
 )  # fmt: skip
 
@@ -45,8 +44,8 @@ def meta_is_the_default_device(monkeypatch):
 
 @pytest.mark.parametrize(
     "machine",
-    [manager_machine.Engine, manager_machine.StagedEngine, deferring_machine.DeferringEngine, recurrent_machine.Engine],
-    ids=["undo log", "shadow pages", "deferred windows", "recurrent states"],
+    [manager_machine.Engine, manager_machine.StagedEngine, recurrent_machine.Engine],
+    ids=["undo log", "shadow pages", "recurrent states"],
 )
 def test_random_windows(machine: type[Counted]) -> None:
     run_state_machine_as_test(machine, settings=settings(deadline=None, derandomize=True, max_examples=10))

@@ -11,7 +11,7 @@ from decoding import STEPS, Engine
 from faults import Interrupts, Lost, fail_at
 from hypothesis import given
 from hypothesis import strategies as st
-from transactions import Transactions, distinct_slots, make_batch, one_thread  # noqa: F401
+from transactions import one_thread  # noqa: F401
 
 import nwor_ops
 from nwor_ops.transaction.protocol import State
@@ -22,7 +22,7 @@ PLACES = st.integers(0, 70)  # lines of the library
 
 def outcome_of(batch, end):
     ids = (batch.draft_token_ids, batch.sampled_token_ids)
-    return {"commit": ids, "commit_rejected": (batch.num_rejected,), "settle": (batch.num_rejected,)}.get(end, ())
+    return {"commit": ids, "commit_rejected": (batch.num_rejected,)}.get(end, ())
 
 
 def tables_and_slots(engine, batch):
@@ -90,42 +90,6 @@ def test_commit_that_fails_between_two_launches(end, then):
     assert engine.manager.stats() == untroubled.manager.stats()
     if then == "cancel":  # abandon keeps what it finds
         engine.assert_pages(untroubled)
-
-
-class Deferring(Transactions):
-    """Two windows, of which the first is deferred."""
-
-    def __init__(self):
-        super().__init__(["packed"], windows=3)
-        counts = [sum(part.given + part.drafts for part in requests) for requests in STEPS[1:3]]
-        slots = distinct_slots(self.groups, sum(counts))
-        self.first, self.second = (
-            make_batch(requests, {group: own[start : start + count] for group, own in slots.items()})
-            for requests, start, count in zip(STEPS[1:3], (0, counts[0]), counts, strict=True)
-        )
-
-
-@given(st.data())
-def test_cancel_deferred_after_any_exception(data):
-    """The other window does not change."""
-    end, engine = data.draw(st.sampled_from(["defer", "settle", "cancel_deferred"])), Deferring()
-    manager = engine.manager
-    manager.begin(engine.first.window)
-    engine.forward(engine.first, engine.first.rejected)
-    waiting, deferred = manager.defer(), None
-    with Interrupts(data.draw(PLACES)):
-        manager.begin(engine.second.window)
-        engine.forward(engine.second, engine.second.drafted)
-        deferred = manager.defer()
-        with Interrupts(data.draw(PLACES)):
-            getattr(manager, end)(deferred, *outcome_of(engine.second, end))
-    if deferred is None:
-        manager.cancel()
-    elif manager._deferred.get(deferred.section) is deferred:
-        manager.cancel_deferred(deferred)
-    manager.settle(waiting, engine.first.num_rejected)
-    if manager.stats().cancelled and deferred is not None:
-        engine.assert_as_expected()
 
 
 def staging_buffer():

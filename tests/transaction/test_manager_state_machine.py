@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from deferring_machine import DeferringEngine
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from manager_machine import MACHINE_SETTINGS, Engine, StagedEngine
@@ -15,7 +14,7 @@ from nwor_ops.transaction import undo_log
 
 
 @pytest.mark.state_machine
-@pytest.mark.parametrize("machine", [Engine, StagedEngine, DeferringEngine])
+@pytest.mark.parametrize("machine", [Engine, StagedEngine])
 def test_random_steps(machine, machine_seed, request):
     """Whenever no window is open, the caches equal the model byte for byte, and the counters are consistent."""
     run_machine(machine, MACHINE_SETTINGS, machine_seed, request)

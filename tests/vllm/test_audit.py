@@ -125,50 +125,6 @@ def test_steps_compare_few_tiles_of_large_cache() -> None:
     assert TILES * 3 * TILE < step.audit.summary()["bytes_compared"] <= TILES * 4 * TILE
 
 
-# ---------------------------------------------------------------- deferred windows
-
-MOMENTS = ["at the end of the forward", "when the window was settled"]
-
-
-@pytest.mark.parametrize("planted", [None, *MOMENTS])
-@pytest.mark.parametrize("block", [0, 3])
-def test_wrong_byte_of_deferred_window_is_found(planted: str | None, block: int) -> None:
-    """Another step runs before the outcome of the first one is known. Its row is in block 2, and block 3 is free."""
-    step, later = Step(), torch.tensor([8])
-    audit, row = step.audit, torch.full((2, 1, HEADS, WIDTH), 9.0)
-    audit.deferred("window")
-    audit.begin([0, 1], [0], {"0": later})
-    audit.record("target", row[0], row[1], later, 0, ())
-    write_rows(row[0], row[1], step.target, later)
-    events = [lambda: audit.deferred(None), lambda: audit.settled("window", lambda: [2], undone=True)]
-    for moment, event in zip(MOMENTS, events, strict=True):
-        if moment == MOMENTS[1]:
-            step.undo()
-        if moment == planted:
-            step.target[block, 3, 0, 0] = 5
-            with pytest.raises(AuditError, match=f"^{moment}, .*{ELSEWHERE}"):
-                event()
-            return
-        event()
-    summary = audit.summary()
-    assert (summary["accepted"], summary["rejected"], summary["exposed_rows"]) == (1, 1, 1)
-
-
-def test_deferred_drafts_that_stay_are_found() -> None:
-    """The second draft is rejected, or the request ends, but its row stays."""
-    step = Step()
-    step.audit.deferred("window")
-    with pytest.raises(AuditError, match=f"^when the window was settled, .*{ELSEWHERE}"):
-        step.audit.settled("window", lambda: [2], undone=True)
-    step = Step()
-    step.audit.deferred("window")
-    step.undo()
-    with pytest.raises(AuditError, match=f"^when requests ended, .*{ELSEWHERE}"):
-        step.audit.undone("window", [0])
-    step.target[0, 1] = step.before[0, 1]
-    step.audit.undone("window", [0])
-
-
 # ---------------------------------------------------------------- loads of a KV connector
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nwor_ops import InFlightManager, LayerCache, Layout, Window
+from nwor_ops import LayerCache, Layout, Window
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.protocol import State
@@ -60,8 +60,6 @@ class Noting(StepListener):
     def __init__(self) -> None:
         self.begun: list[tuple[Any, ...]] = []
         self.recorded: list[tuple[Any, ...]] = []
-        self.outcomes: list[tuple[Any, ...]] = []
-        self.undos: list[tuple[Any, ...]] = []
         self.commits: list[tuple[Any, ...]] = []
 
     def begin(self, *arguments: Any) -> None:
@@ -69,12 +67,6 @@ class Noting(StepListener):
 
     def record(self, *arguments: Any) -> None:
         self.recorded.append(arguments)
-
-    def settled(self, *arguments: Any) -> None:
-        self.outcomes.append(arguments)
-
-    def undone(self, *arguments: Any) -> None:
-        self.undos.append(arguments)
 
     def commit(self, *arguments: Any) -> None:
         self.commits.append(arguments)
@@ -91,7 +83,7 @@ class Failing(StepListener):
 class Listened:
     """A session with a window of two written drafts, and the events that its listeners received."""
 
-    def __init__(self, on_error: str = "continue", fused: bool = True, windows: int = 1) -> None:
+    def __init__(self, on_error: str = "continue", fused: bool = True) -> None:
         self.cache = torch.zeros(3, 4, 2, 16)
         self.own_writes: list[tuple[Any, ...]] = []
         layer = TargetLayer("layer", "0", self.cache, LayerCache.packed(self.cache), self.own_writer, fused=fused)
@@ -99,7 +91,7 @@ class Listened:
         slots = {"0": SLOTS.clone()}
         self.session = Session(
             config, [layer], slots, max_num_requests=1, max_draft_tokens=2, max_drafts_per_request=2,
-            shadow_blocks=None, logger=logging.getLogger("test"), windows=windows,
+            shadow_blocks=None, logger=logging.getLogger("test"),
         )  # fmt: skip
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
         self.window = Window(starts, counts, slots, 2)
@@ -264,7 +256,7 @@ def test_listener_gets_inputs_and_written_rows() -> None:
     step.session.close_interrupted()
     step.session.bind(Layout({"0": SLOTS}, tables))
     window = Window(starts, torch.tensor([0], dtype=torch.int32), num_draft_tokens=0, seq_lens=lengths)
-    step.session.observe(Step(window, lambda: ([0, 1], [0])))
+    step.session.begin(Step, window, lambda: ([0, 1], [0]))
     assert noting.begun == [([0, 1], [0], {"0": SLOTS}, tables, lengths)]
 
 
@@ -319,55 +311,12 @@ def test_a_listener_gets_the_outcome_of_a_step(works: bool) -> None:
     assert step.session.host_seconds > begun > 0
 
 
-@pytest.mark.parametrize("call", ["settle", "undo", "cancel_deferred"])
-@pytest.mark.parametrize("works", [True, False])
-def test_deferred_windows(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str, works: bool
-) -> None:
-    """A window whose call fails is forgotten, and its drafts stay. Listeners get its outcome."""
-    step, noting = Listened(windows=2), Noting()
-    step.session.subscribe(noting)
-    assert isinstance(step.session.manager, InFlightManager)
-    deferred = step.session.defer()
-    assert deferred is not None
-    num_sampled = lambda: [1]  # noqa: E731 - compared by identity
-    arguments: dict[str, tuple[Any, ...]] = {
-        "settle": (torch.tensor([2], dtype=torch.int32), num_sampled), "undo": ([0],), "cancel_deferred": (),
-    }  # fmt: skip
-    if not works:
-        monkeypatch.setattr(InFlightManager, call, lambda *_: fails())
-    result = getattr(step.session, call)(deferred, *arguments[call])
-    assert result is (works if call == "undo" else None)
-    assert bool(step.drafts.any()) is not works
-    assert len(step.session.manager._deferred) == int(works and call == "undo")
-    outcome = (deferred, num_sampled if works and call == "settle" else None, works)
-    assert noting.outcomes == ([] if works and call == "undo" else [outcome])
-    assert noting.undos == ([(deferred, [0])] if works and call == "undo" else [])
-    cancelled = ": a step ended without sampling; its drafts were undone (further ones are counted, not logged)"
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == ([f"nwor: cancelled{cancelled}"] if works and call == "cancel_deferred" else [])
-    failed = f"{call.removesuffix('_deferred')} failed"
-    assert step.session.vanilla_steps[failed] == step.session.errors.counts[failed] == int(not works)
-
-
-def test_a_window_that_cannot_be_deferred_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Listened(windows=2)
-    monkeypatch.setattr(InFlightManager, "defer", lambda _: fails())
-    assert step.session.defer() is None
-    assert step.session.errors.counts == {"defer failed": 1}
-    assert step.session.stats().abandoned == 1
-    assert step.drafts.all()
-
-
 def test_what_a_session_says_of_itself() -> None:
     step = Listened()
     assert step.session.describe() == (
         "1 layers (1 with the fused writer), 2 log rows, log 0.0 MiB, at most 3 launches per step beyond the writers"
     )
     assert step.session.stats().drafted == 2
-    deferring = Listened(fused=False, windows=3).session.describe()
-    assert deferring.startswith("1 layers (0 with the fused writer), 2 log rows")
-    assert deferring.endswith("beyond the writers, at most 3 windows open or deferred")
 
 
 def test_a_session_without_a_transaction() -> None:

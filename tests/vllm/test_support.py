@@ -51,19 +51,8 @@ def test_a_document_without_the_marks_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        (
-            {"parallel_config__pipeline_parallel_size": 2, "use_v2_model_runner": False},
-            "pipeline parallelism in model runner V1 and the CPU engine: ",
-        ),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism: a rank before the last learns only"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism: its slot mappings"),
-        (
-            {"parallel_config__pipeline_parallel_size": 2, "use_v2_model_runner": True, "kv_transfer_config": object()},
-            "pipeline parallelism with KV connectors: on ranks before the last",
-        ),
-        (
-            {"parallel_config__pipeline_parallel_size": 2, "scheduler_config__async_scheduling": False},
-            "pipeline parallelism without async scheduling: with drafts, vanilla vLLM 0.33 stops",
-        ),
         (
             {"parallel_config__decode_context_parallel_size": 2},
             "decode context parallelism: with drafts, vanilla vLLM 0.33 generates wrong tokens",
@@ -76,14 +65,6 @@ def test_a_document_without_the_marks_is_an_error() -> None:
 def test_each_refusal_gives_its_reason(found: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unsupported, match=f"^{reason}"):
         check_engine(engine(**found), "cpu")
-
-
-def test_only_mode_stage_refuses_pipeline_ranks() -> None:
-    config = engine(parallel_config__pipeline_parallel_size=2, scheduler_config__async_scheduling=True)
-    for mode in ("cow", "off"):
-        check_engine(config, "cuda", mode=mode)
-    with pytest.raises(Unsupported, match=r"^pipeline parallelism: a rank before the last"):
-        check_engine(config, "cuda", mode="stage")
 
 
 def test_supported_configurations_pass() -> None:
@@ -138,12 +119,11 @@ def test_the_gpu_cases_of_a_method_passed(method: Method) -> None:
 
 @pytest.mark.parametrize("mode", PARALLEL_MODES, ids=lambda mode: mode.name)
 def test_the_cases_of_a_parallel_mode_exist(mode: ParallelMode) -> None:
-    """The cases run only in supported modes. The table takes their outcomes from the committed results."""
+    """The table takes their outcomes from the committed results."""
     cases = {case.name: case for case in parallel_cases()}
     assert set(mode.cpu) <= names_of_tests()
     for runner, names in (("gpu.model_runner", mode.v2), ("gpu_model_runner", mode.v1)):
         assert all(cases[name].runner.endswith(runner) for name in names)
-    assert {cases[name].nwor["mode"] for name in (*mode.v2, *mode.v1)} <= set(mode.modes)
 
 
 def parallel_tests() -> Any:
@@ -158,7 +138,7 @@ def parallel_tests() -> Any:
 
 def parallel_cases() -> list[gpu_cases.Case]:
     module = parallel_tests()
-    return [*module.TENSOR, *module.PIPELINE, *module.DATA, *module.NODES]
+    return [*module.TENSOR, *module.DATA, *module.NODES]
 
 
 def test_table_has_every_case_with_gpus() -> None:

@@ -10,11 +10,6 @@ sampled tokens on the host. For a hybrid model, only the recurrent states that t
 The rows that a step writes are recorded on the device, by a copy at each write site into buffers with fixed addresses.
 A CUDA graph captures these copies, so a replay is audited like an eager step.
 
-On a pipeline rank that does not sample, other steps run before a window is settled. The audit therefore has two
-images: the settled rows, and the same with the drafts of deferred windows. The cache must hold the second one at the
-end of each forward, after a window is settled, and after the drafts of a request that ended are undone. Elsewhere both
-are one. On such a rank every step is compared whole.
-
 Mode ``"stage"`` is a subclass that supplies the expected image and more moments of comparison.
 """
 
@@ -105,13 +100,8 @@ def listed(slots: list[int], slot_mapping: Tensor) -> str:
     return ", ".join(texts) + (f" and {len(slots) - 8} more" if len(slots) > 8 else "")
 
 
-def _leave_out_tokens(records: Records, tokens: Sequence[int]) -> None:
-    for _, _, slots, _ in records.values():
-        slots[list(tokens)] = -1
-
-
 class CacheAudit(StepListener):
-    """Audit one model runner in mode ``"cow"``, with or without deferred windows, or without a transaction.
+    """Audit one model runner in mode ``"cow"``, or without a transaction.
 
     Args:
         layers: the target layers.
@@ -144,11 +134,7 @@ class CacheAudit(StepListener):
         self._recorders: dict[str, _Recorder] = {}
         self._step: AuditedStep | None = None
         # Only watched bytes of an image are valid.
-        self._settled = self._new_images()  # the expected cache, without the drafts of deferred windows
-        self._now = self._settled  # the expected cache
-        self._with_drafts: Images = {}  # the memory of `_now` while a window is deferred
-        # By handle, in the order of steps: the windows without an outcome, with the records of their drafts.
-        self._deferred: dict[Any, tuple[AuditedStep, Records]] = {}
+        self._image = self._new_images()  # the cache before the step, then the expected cache
         self._loading: dict[int, Tensor] = {}  # the watched bytes before a load
         self._left_out: dict[int, Tensor] = {}  # mask of the bytes that others may change in this step
         self._marks: dict[int, Tensor] = {}  # a byte for each byte of a storage, zero outside of `_leave_out`
@@ -183,21 +169,13 @@ class CacheAudit(StepListener):
         self._left_out = {}
         for address, watched in self._watched.items():
             watched.watch(self._pages(address, owned or written, recurrent))
-            if self._deferred:
-                before, present = watched.read(self._now[address]), watched.read()
-                settled = watched.read(self._settled[address])
-                watched.write(self._settled[address], torch.where(before != present, present, settled))
-                watched.write(self._now[address], present)
-            else:
-                watched.write(self._settled[address], watched.read())
+            watched.write(self._image[address], watched.read())
             if address in self._shadows:
                 self._leave_out(address, self._shadows[address])
             if self._recurrent:
                 self._leave_out_states(address, recurrent)
             if owned is not None:
                 self._leave_out(address, self._pages_not_in(address, owned))
-        if not self._deferred:
-            self._now = self._settled
         self._forget_zeroed_blocks(owned or written)
         for group, states in self._states.items() if recurrent else ():  # these blocks hold no rows of tokens
             states.view(-1, self._block_sizes[group])[sorted(set().union(*recurrent))] = FREE
@@ -216,10 +194,10 @@ class CacheAudit(StepListener):
         drafts = {group: step.slots_of(group, step.draft_tokens) for group in step.slot_mappings}
         for address, values in before.items():
             watched = self._watched[address]
-            present, settled = watched.read(), watched.read(self._settled[address])
+            present, expected = watched.read(), watched.read(self._image[address])
             changed = present != values
             self._take_slots(address, changed, drafts)
-            watched.write(self._settled[address], torch.where(changed, present, settled))
+            watched.write(self._image[address], torch.where(changed, present, expected))
 
     def record(
         self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
@@ -241,7 +219,7 @@ class CacheAudit(StepListener):
         if step is not None and moment == BEFORE_SAMPLING:
             for group in step.slot_mappings:
                 slots = step.slots_of(group, step.draft_tokens)
-                step.touched[group] = self._changed_slots(group, slots, self._storages, self._settled)
+                step.touched[group] = self._changed_slots(group, slots)
 
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """Compare the cache after the step."""
@@ -251,8 +229,8 @@ class CacheAudit(StepListener):
         rejected = self._rejected_tokens(step, None if num_sampled is None else num_sampled())
         slots = {group: step.slots_of(group, rejected) for group in step.slot_mappings}
         self._totals.exposed_rows += sum(len(step.touched[group].intersection(slots[group])) for group in step.touched)
-        self._expect(step, self._settled, rejected)
-        stale = self._compare_now(step, rejected=slots, undone=undone)
+        self._expect(step, self._image, rejected)
+        stale = self._compare(step, self._image, rejected=slots, undone=undone)
         self._count_step(step)
         for group, own in step.slot_mappings.items():
             kept = own.clone()
@@ -264,42 +242,6 @@ class CacheAudit(StepListener):
     def drop(self) -> None:
         """Forget the open step. It ends without a result that could be compared."""
         self._step = None
-
-    # ------------------------------------------------------------ events of deferred windows
-
-    def deferred(self, deferred: Any) -> None:
-        """Compare the cache at the end of a forward. All rows of a step without a window are settled."""
-        step, self._step = self._step, None
-        if step is None:
-            return
-        # The next step overwrites the recorders.
-        records = {
-            name: (k.clone(), v.clone(), slots, rest) for name, (k, v, slots, rest) in self._records(step).items()
-        }
-        drafts = step.draft_tokens if deferred is not None else []
-        self._write(self._settled, records, dict.fromkeys(step.slot_mappings, drafts))
-        _leave_out_tokens(records, sorted(set(range(step.query_start_loc[-1])).difference(drafts)))
-        if deferred is not None:
-            self._deferred[deferred] = step, records
-        self._compare_now(step, "at the end of the forward")
-        self._count_step(step)
-
-    def undone(self, deferred: Any, requests: Sequence[int]) -> None:
-        """Compare the cache after the drafts of some requests were undone."""
-        step, records = self._deferred[deferred]
-        tokens = [token for request in requests for token in step.drafts(request)]
-        self._count_visible(step, tokens)
-        _leave_out_tokens(records, tokens)
-        self._compare_now(step, "when requests ended")
-
-    def settled(self, deferred: Any, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        """Compare the cache after a window was settled. If it was not ``undone``, the cache is taken as it is."""
-        step, records = self._deferred.pop(deferred)
-        rejected = self._rejected_tokens(step, None if num_sampled is None else num_sampled()) if undone else []
-        self._write(self._settled, records, dict.fromkeys(step.slot_mappings, rejected))
-        if undone:
-            self._count_visible(step, rejected)
-            self._compare_now(step, "when the window was settled")
 
     # ------------------------------------------------------------ results
 
@@ -354,17 +296,6 @@ class CacheAudit(StepListener):
 
     # ------------------------------------------------------------ the comparison
 
-    def _compare_now(self, step: AuditedStep, moment: str = "", **options: Any) -> dict[str, set[int]]:
-        """Compare the cache with the settled rows and the drafts of deferred windows; see :meth:`_compare`."""
-        self._now = self._settled
-        if self._deferred:
-            self._with_drafts = self._with_drafts or self._new_images()
-            self._now = self._with_drafts
-            self._copy_images(self._settled, self._now)
-            for _, records in self._deferred.values():
-                self._write(self._now, records)
-        return self._compare(step, self._now, moment, **options)
-
     def _compare(
         self,
         step: AuditedStep,
@@ -417,15 +348,15 @@ class CacheAudit(StepListener):
         values = [self._watched[address].row_values(mask, plane, slots) for plane in layer.cache.planes]
         return set(torch.tensor(slots, device="cpu")[torch.stack(values).any(0).cpu()].tolist())
 
-    def _changed_slots(self, group: str, slots: Sequence[int], some: Images, others: Images) -> set[int]:
-        """Return the slots of a group whose rows differ between two images."""
+    def _changed_slots(self, group: str, slots: Sequence[int]) -> set[int]:
+        """Return the slots of a group whose rows differ from the image."""
         numbers = torch.tensor(slots, dtype=torch.int64, device="cpu")
         differ = torch.zeros(len(slots), dtype=torch.bool, device="cpu")
         for layer in self._layers_of(group):
             address = layer.kv_cache.untyped_storage().data_ptr()
             for plane in layer.cache.planes:
                 place = positions(plane, numbers)
-                rows, expected = (elements(images[address], plane)[place] for images in (some, others))
+                rows, expected = (elements(one[address], plane)[place] for one in (self._storages, self._image))
                 differ |= (rows != expected).flatten(1).any(1).cpu()
         return set(numbers[differ].tolist())
 
@@ -433,12 +364,6 @@ class CacheAudit(StepListener):
         self._totals.steps += 1
         self._totals.verify_steps += any(step.num_draft_tokens)
         self._totals.bytes_compared += sum(watched.num_bytes for watched in self._watched.values())
-
-    def _count_visible(self, step: AuditedStep, tokens: Sequence[int]) -> None:
-        """Count the rows of deferred drafts that were in a page of a request until now, and do not stay there."""
-        for group in step.slot_mappings:
-            slots = step.slots_of(group, tokens)
-            self._totals.exposed_rows += len(self._changed_slots(group, slots, self._now, self._settled))
 
     def _complaint(
         self, step: AuditedStep, address: int, wrong: Tensor, stale: Mapping[str, set[int]], moment: str

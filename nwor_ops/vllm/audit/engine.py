@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +12,7 @@ from nwor_ops.vllm.audit.recurrent import StateAudit
 from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup, states_of
 from nwor_ops.vllm.audit.shadow import StageAudit
 from nwor_ops.vllm.audit.vllm_states import VllmStateAudit, audit_states
-from nwor_ops.vllm.audit.watch import REST_BYTES
 from nwor_ops.vllm.recurrent.plugin import recurrent_engine_of
-from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction.runners.base import RunnerAttachment
 from nwor_ops.vllm.transaction.session import Session
 from nwor_ops.vllm.transaction.supported import is_recurrent
@@ -25,18 +22,11 @@ _not_audited: weakref.WeakKeyDictionary[Session, str] = weakref.WeakKeyDictionar
 
 def audit_cache(session: Session, others_write: bool = False, recurrent: Sequence[RecurrentGroup] = ()) -> CacheAudit:
     """Subscribe the audit of a session's mode. The other arguments are those of :class:`CacheAudit`."""
-    layers, tokens, rest_bytes = list(session.layers.values()), session.max_num_tokens, REST_BYTES
-    if session.windows > 1:
-        if session.manager is None:
-            raise Unsupported(
-                "audit: mode off is not supported on a pipeline rank that does not sample, because there the audit "
-                "follows the windows of the transaction"
-            )
-        others_write, recurrent, rest_bytes = False, (), sys.maxsize  # every byte is compared there
-    audit = CacheAudit(layers, tokens, others_write, recurrent, rest_bytes)
+    layers, tokens = list(session.layers.values()), session.max_num_tokens
+    audit = CacheAudit(layers, tokens, others_write, recurrent)
     if session.shadow_blocks is not None:
         shadow = {layer.group: session.shadow_blocks.of_group(int(layer.group)) for layer in layers}
-        audit = StageAudit(layers, tokens, shadow, others_write, recurrent, rest_bytes)
+        audit = StageAudit(layers, tokens, shadow, others_write, recurrent)
     session.subscribe(audit)
     return audit
 

@@ -98,7 +98,7 @@ class StageAudit(CacheAudit):
     def _build(self, step: AuditedStep) -> None:
         """Expect the cache before the window ends: only the rows of tokens that were not redirected are new."""
         self._built, images = True, self._before_commit
-        self._copy_images(self._settled, images)
+        self._copy_images(self._image, images)
         moved = {group: self._redirected[group] != own for group, own in step.slot_mappings.items()}
         self._write(
             images, self._records(step), {group: mask.nonzero().flatten().tolist() for group, mask in moved.items()}

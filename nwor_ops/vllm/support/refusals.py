@@ -132,10 +132,8 @@ def _has_other_gate(config: Any) -> bool:
 
 
 _NOT_TRIED = "it has not been tried"
-_PIPELINE = "pipeline parallelism"
 _CUDA = "CUDA"
 _PARALLEL = "parallel_config."
-_in_stages = _has(_PARALLEL + "pipeline_parallel_size", above=1)
 
 # fmt: off
 DEVICE = Refusal(
@@ -160,10 +158,6 @@ OTHER_GROUP = Refusal(
     "vLLM makes them write to the slots of the first group, where they overwrite rows of the target model",
     message="speculation by {method}: layers {layers} are in KV-cache group {group}, and this runner has them write at "
     "the slots of group 0, where they overwrite rows of the target model", engines="runner V1 and the CPU engine")
-HYBRID_PIPELINE = Refusal(
-    f"{_PIPELINE} with a hybrid model", _NOT_TRIED, message=f"{_PIPELINE} with a hybrid model: {_NOT_TRIED}",
-    engines="runner V2",
-    change="--pipeline-parallel-size 1")
 NEW_TOKENS = Refusal(
     "a model that does not sample exactly one new token per request and step (diffusion)",
     "its draft tokens do not follow one sampled token at the end of a request",
@@ -316,24 +310,10 @@ REFUSALS = (
     Refusal("KV connectors", "", "a connector moves a layer's keys in Python, which graphs do not run",
             _has("kv_transfer_config"),
         change="without --kv-transfer-config"),
-    Refusal(f"{_PIPELINE} in model runner V1 and the CPU engine",
-            "the other pipeline ranks do not learn which drafts of a request were rejected, so they cannot undo them",
-            found=lambda config: _in_stages(config) and not getattr(config, "use_v2_model_runner", False),
-        change="--pipeline-parallel-size 1"),
-    Refusal(_PIPELINE, "a rank before the last learns only in a later step which drafts were accepted, and a shadow "
-            "page serves one step", _NOT_TRIED, _in_stages, recurrent=_NOT_TRIED,
+    Refusal("pipeline parallelism", "a rank before the last learns only in a later step which drafts were accepted",
+            _NOT_TRIED, _has(_PARALLEL + "pipeline_parallel_size", above=1), recurrent=_NOT_TRIED,
             draft_vocabulary=_NOT_TRIED,
-            modes=("stage",),
         change="--pipeline-parallel-size 1"),
-    Refusal(f"{_PIPELINE} with KV connectors",
-            "on ranks before the last, connectors read a step's last blocks before its drafts are accepted or rejected",
-            found=lambda config: _in_stages(config) and _has("kv_transfer_config")(config),
-        change="--pipeline-parallel-size 1, or without --kv-transfer-config"),
-    Refusal(f"{_PIPELINE} without async scheduling",
-            "with drafts, vanilla vLLM 0.33 stops with an assertion: a request has fewer tokens than logits",
-            found=lambda config: _in_stages(config) and not _has("scheduler_config.async_scheduling")(config),
-        change="--async-scheduling"),
-    HYBRID_PIPELINE,
     Refusal("prefill context parallelism", "its slot mappings are computed inside the forward",
             "its batches are split on the host", _has(_PARALLEL + "prefill_context_parallel_size", above=1),
             recurrent=_NOT_TRIED, draft_vocabulary="a rank sees a part of the step's tokens",

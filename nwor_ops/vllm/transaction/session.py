@@ -13,7 +13,6 @@ go on if the window could not be closed: slots and block tables may then name sh
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import Stats
-from nwor_ops.transaction.in_flight import Deferred, InFlightManager
 from nwor_ops.transaction.manager import DraftCommitManager
 from nwor_ops.transaction.protocol import State, is_capturing
 from nwor_ops.transaction.window import Layout, Window
@@ -70,8 +68,6 @@ class Session:
         max_drafts_per_request: maximum number of draft tokens of one request.
         shadow_blocks: the shadow pages in mode ``"stage"``, otherwise None.
         logger: vLLM's logger.
-        windows: maximum number of windows that are open or deferred at a time. Above 1 on a pipeline rank that does not
-            sample, since it learns in a later step which drafts were accepted.
 
     Attributes:
         layers: the target layers by name.
@@ -91,10 +87,8 @@ class Session:
         max_drafts_per_request: int,
         shadow_blocks: ShadowBlocks | None,
         logger: Any,
-        windows: int = 1,
     ) -> None:
         self.config = config
-        self.windows = windows
         self.mode = config.mode
         self.shadow_blocks = shadow_blocks
         self.layers = {layer.name: layer for layer in layers}
@@ -129,11 +123,7 @@ class Session:
         if self.shadow_blocks is not None:
             shadow = {layer.group: self.shadow_blocks.of_group(int(layer.group)).start for layer in layers}
         limits |= {"device": device, "mode": self.mode}
-        manager = (
-            DraftCommitManager(**limits, shadow_blocks=shadow)
-            if self.windows == 1
-            else InFlightManager(**limits, windows=self.windows)
-        )
+        manager = DraftCommitManager(**limits, shadow_blocks=shadow)
         for layer in layers:
             manager.register_layer(layer.name, layer.cache, layer.group)
         manager.allocate()
@@ -181,7 +171,7 @@ class Session:
                 self.close_interrupted()
                 self.go_on_without("begin", error)
                 return
-            self.observe(step)
+            self._notify_begin(step)
             manager, drafts = self.manager, step.window.num_draft_tokens
             if manager is None:
                 return
@@ -311,10 +301,8 @@ class Session:
         finally:
             self.host_seconds += time.perf_counter() - started
 
-    # ------------------------------------------------------------ deferred windows
-
-    def observe(self, step: Step) -> None:
-        """Notify the listeners that a step began. A step without drafts needs nothing else."""
+    def _notify_begin(self, step: Step) -> None:
+        """Notify the listeners that a step began."""
         self.close_interrupted()
         if not self.notifies("begin"):
             return
@@ -323,63 +311,6 @@ class Session:
             listener.begin(
                 query_start_loc, num_draft_tokens, layout.slot_mappings, layout.block_tables, step.window.seq_lens
             )
-
-    def defer(self) -> Deferred | None:
-        """End a step on a pipeline rank that does not sample.
-
-        Returns:
-            The handle for :meth:`settle`, or None if the step has no window.
-        """
-        step, self._step = self._step, None
-        deferred = None
-        if step is not None:
-            try:
-                deferred = self._deferring_manager.defer()
-            except Exception as error:
-                self.go_on_without("defer", error)
-        for listener in self._listeners_of["deferred"]:
-            listener.deferred(deferred)
-        return deferred
-
-    def settle(self, deferred: Deferred, num_rejected: Tensor, num_sampled: Callable[[], list[int]]) -> None:
-        """End a deferred window, once the outcome of its step is known."""
-        if self._call(deferred, "settle", lambda manager: manager.settle(deferred, num_rejected)):
-            self._notify_settled(deferred, num_sampled, True)
-
-    def undo(self, deferred: Deferred, requests: Sequence[int]) -> bool:
-        """Undo the drafts of some requests in a deferred window, before their blocks are reused.
-
-        Returns:
-            Whether the window is still deferred. It is not if undoing failed.
-        """
-        if not self._call(deferred, "undo", lambda manager: manager.undo(deferred, requests)):
-            return False
-        for listener in self._listeners_of["undone"]:
-            listener.undone(deferred, requests)
-        return True
-
-    def cancel_deferred(self, deferred: Deferred) -> None:
-        """Undo all drafts of a deferred window whose outcome will never arrive."""
-        if self._call(deferred, "cancel", lambda manager: manager.cancel_deferred(deferred)):
-            self._count(_CANCELLED, "a step ended without sampling; its drafts were undone")
-            self._notify_settled(deferred, None, True)
-
-    @property
-    def _deferring_manager(self) -> InFlightManager:
-        assert isinstance(self.manager, InFlightManager)
-        return self.manager
-
-    def _call(self, deferred: Deferred, moment: str, call: Callable[[InFlightManager], None]) -> bool:
-        """Return whether a call for a deferred window worked. If not, the window is forgotten, and its drafts stay."""
-        try:
-            call(self._deferring_manager)
-        except Exception as error:
-            with contextlib.suppress(RuntimeError):  # the manager has already forgotten it
-                self._deferring_manager.forget(deferred)
-            self._notify_settled(deferred, None, False)
-            self.go_on_without(moment, error)
-            return False
-        return True
 
     def after_failure(self, close: Callable[[], None]) -> None:
         """Close the window of a step that failed. The original exception propagates; an error while closing is only
@@ -458,11 +389,10 @@ class Session:
                 f"a layer; {self.shadow_blocks.describe()}"
             )
         fused = sum(layer.fused for layer in self.layers.values())
-        deferred = f", at most {self.windows} windows open or deferred" if self.windows > 1 else ""
         return (
             f"{len(self.layers)} layers ({fused} with the fused writer), "
             f"{self.manager.max_draft_tokens} log rows, log {self.manager.log_bytes / 2**20:.1f} MiB, "
-            f"at most {self.manager.launches_per_window} launches per step beyond the writers{deferred}"
+            f"at most {self.manager.launches_per_window} launches per step beyond the writers"
         )
 
     # ------------------------------------------------------------ inside
@@ -474,10 +404,6 @@ class Session:
     def _notify_drop(self) -> None:
         for listener in self._listeners_of["drop"]:
             listener.drop()
-
-    def _notify_settled(self, deferred: Deferred, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        for listener in self._listeners_of["settled"]:
-            listener.settled(deferred, num_sampled, undone)
 
     def _token_offset(self, group: str, slot_mapping: Tensor) -> int:
         """Return the position in the batch at which a slot mapping starts: 0, or the start of a micro-batch's slice.

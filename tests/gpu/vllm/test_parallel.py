@@ -27,7 +27,7 @@ from gpu_cases import (
     Case,
     Refusal,
 )
-from gpu_engine_checks import assert_same_tokens, check_audit, finished, planted_in, refused
+from gpu_engine_checks import assert_same_tokens, check_audit, finished, refused
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 RUNNERS = (("v2", V2), ("v1", V1))
@@ -65,21 +65,6 @@ TENSOR = [
 TENSOR += [_staged(case) for case in TENSOR]
 TENSOR += [Case("tp4-eagle-v2", _ranks(EAGLE, **{TP: 4}), nwor=COW)]
 TENSOR += [_staged(TENSOR[-1])]
-PIPELINE = [
-    Case("pp2-ngram-v2", _ranks(NGRAM, **{PP: 2}), nwor=COW),
-    Case("pp2-eagle-v2", _ranks(EAGLE, **{PP: 2}), nwor=COW),
-    Case("pp2-eager-v2", _ranks(EAGLE, **{PP: 2}, enforce_eager=True), nwor=COW),
-    # The drafts of a deferred window are undone before another request gets the blocks.
-    Case("pp2-abort-v2", _ranks(EAGLE, **{PP: 2}), nwor=COW, use={"abort": {9: [1], 14: [2, 4], 21: [6], 30: [9, 10]}}),
-    Case("pp2-preemption-v2", _ranks(EAGLE, **{PP: 2}, num_gpu_blocks_override=22, max_model_len=192), nwor=COW),
-    Case("tp2-pp2-eagle-v2", _ranks(EAGLE, **{TP: 2, PP: 2}), nwor=COW),
-]
-PIPELINE_ERROR_CASE = Case(
-    "errors-pp2",
-    _ranks(EAGLE, **{PP: 2}),
-    nwor=COW,
-    use={"faults": "pipeline", "abort": {9: [1], 14: [2, 4], 21: [6], 30: [9, 10]}},
-)
 DATA = [_dp(f"dp2-dense-{runner}", environment) for runner, environment in RUNNERS]
 DATA += [_dp("dp4-dense-v2", ranks=4), _dp("tp2-dp2-dense-v2", **{TP: 2})]
 DATA += [_staged(case) for case in DATA]
@@ -88,7 +73,6 @@ DATA += [_staged(case) for case in DATA]
 NODE = V2 | {"VLLM_DISABLE_COMPILE_CACHE": "1"}
 NODES = [
     Case("nodes2-tp2-v2", _ranks(NGRAM, **{TP: 2}), NODE, nwor=COW, use={"nodes": 2}),
-    Case("nodes2-pp2-v2", _ranks(NGRAM, **{PP: 2}), NODE, nwor=COW, use={"nodes": 2}),
 ]
 NODES += [_staged(NODES[0])]
 EVERY_GRAPH = {"cudagraph_capture_sizes": EVERY_COUNT, **PLAIN_ALL_REDUCE}
@@ -115,10 +99,7 @@ VOCABULARY_RANKS = [
     for name, more in (("greedy", {}), ("random", {"draft_sample_method": "probabilistic"}))
 ]
 REFUSED = [
-    Refusal("refused-pp2-stage", "pipeline parallelism: a rank before the last", _ranks(NGRAM, **{PP: 2}),
-            nwor={"mode": "stage"}),
-    Refusal("refused-pp2-not-async", "pipeline parallelism without async scheduling: with drafts, vanilla vLLM 0.33",
-            _ranks(NGRAM, **{PP: 2}, async_scheduling=False)),
+    Refusal("refused-pp2", "pipeline parallelism: a rank before the last", _ranks(NGRAM, **{PP: 2}), nwor=COW),
     Refusal("refused-dcp2", "decode context parallelism: with drafts, vanilla vLLM 0.33 generates",
             _ranks(NGRAM, model="@mqa", **{TP: 2}, decode_context_parallel_size=2)),
 ]  # fmt: skip
@@ -135,7 +116,7 @@ def _note(record: dict[str, Any], case: Case, result: dict[str, Any]) -> None:
 def _check_ranks(case: Case, result: dict[str, Any], record: dict[str, Any]) -> list[dict[str, Any]]:
     """Check each rank's session, audited at every step. Its counts must equal those of the audit."""
     workers = finished(result)["workers"]
-    sizes = (case.engine.get(name, 1) for name in (TP, PP, DP))
+    sizes = (case.engine.get(name, 1) for name in (TP, DP))
     ranks = 1
     for size in sizes:
         ranks *= size
@@ -153,42 +134,24 @@ def _check_ranks(case: Case, result: dict[str, Any], record: dict[str, Any]) -> 
     return sessions
 
 
-@pytest.mark.parametrize("case", [*TENSOR, *PIPELINE, *NODES], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*TENSOR, *NODES], ids=lambda case: case.name)
 def test_ranks_of_one_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
-    """All ranks get the same drafts and the same outcome; a rank that does not sample gets it some steps later."""
+    """All ranks get the same drafts and the same outcome."""
     vanilla, ours = engines.start_case(case)
     result = ours.result()
     _note(record, case, result)
     first, *others = _check_ranks(case, result, record)
     for other in others:
         assert {name: other["audit"][name] for name in COUNTS} == {name: first["audit"][name] for name in COUNTS}
-        if PP not in case.engine:
-            assert other["audit"] == first["audit"]
+        assert other["audit"] == first["audit"]
     theirs = finished(vanilla.result())
     if "num_gpu_blocks_override" in case.engine:
         assert result["metrics"]["num_preemptions"] == theirs["metrics"]["num_preemptions"] > 0
     # Counted once for all ranks on /metrics, even if the rank that samples is on another node.
     [counters] = result["counters"].values()
-    if PP not in case.engine:
-        assert counters["nwor_draft_tokens"] == first["stats"]["drafted"]
-        assert counters["nwor_committed_tokens"] == first["stats"]["accepted"]
+    assert counters["nwor_draft_tokens"] == first["stats"]["drafted"]
+    assert counters["nwor_committed_tokens"] == first["stats"]["accepted"]
     assert_same_tokens(result, theirs)
-
-
-def test_a_pipeline_rank_goes_on_after_an_error(engines: Any, record: dict[str, Any]) -> None:
-    """It forgets windows that cannot be deferred, settled or undone. The drafts of these stay in its cache."""
-    vanilla, ours = engines.start_case(PIPELINE_ERROR_CASE)
-    result = finished(ours.result())
-    _note(record, PIPELINE_ERROR_CASE, result)
-    first, last = result["workers"]
-    planted = planted_in(first)
-    assert set(planted) == {"defer failed", "settle failed", "undo failed"}
-    assert planted_in(last) == {}
-    [session] = first["sessions"]
-    assert session["vanilla_steps"] == planted
-    assert session["stats"]["abandoned"] == sum(planted.values())
-    assert session["stats"]["windows"] > 2 * sum(planted.values())
-    assert_same_tokens(result, finished(vanilla.result()))
 
 
 @pytest.mark.parametrize("case", DATA, ids=lambda case: case.name)

@@ -20,7 +20,6 @@ from nwor_ops.transaction.window import Layout
 from nwor_ops.vllm.hooks import Hook
 from nwor_ops.vllm.support.refusals import (
     ALL_RECURRENT,
-    HYBRID_PIPELINE,
     TAKEN_LAYERS,
     UNNAMED_LAYERS,
     Check,
@@ -107,11 +106,6 @@ class RunnerAttachment(abc.ABC):
         """Return the names of the drafter's own attention layers, by :func:`named_layers`."""
 
     @property
-    def windows(self) -> int:
-        """Maximum number of windows that are open or deferred at a time."""
-        return max_windows(self.runner)
-
-    @property
     def drafter_borrows(self) -> bool:
         """Whether the drafter attends with metadata that was built for the target's batch."""
         return False
@@ -145,9 +139,6 @@ class RunnerAttachment(abc.ABC):
         layers = target_layers(runner, drafter_layers, config.mode)
         if not layers:
             raise ALL_RECURRENT.because()
-        groups = runner.kv_cache_config.kv_cache_groups
-        if self.windows > 1 and any(is_recurrent(group.kv_cache_spec) for group in groups):
-            raise HYBRID_PIPELINE.because()
         shadow = self._shadow_blocks(layers, drafter_layers) if config.mode == "stage" else None
         if shadow is not None:
             attached.check_tables(table_copies(runner, layers))
@@ -161,7 +152,6 @@ class RunnerAttachment(abc.ABC):
                 max_drafts_per_request=runner.speculative_config.num_speculative_tokens,
                 shadow_blocks=shadow,
                 logger=logger,
-                windows=self.windows,
             )
             if audit is not None:
                 audit(self, session, attached.loads_any_time, logger)
@@ -260,28 +250,15 @@ def max_draft_tokens(vllm_config: Any) -> int:
     return min(scheduler.max_num_seqs * drafts, scheduler.max_num_batched_tokens)
 
 
-def max_windows(runner: Any) -> int:
-    """Return the maximum number of windows of a runner that are open or deferred at a time, the current one included.
-
-    It is 1 on a pipeline rank that samples. The other ranks learn what was sampled as many steps later as there are
-    ranks.
-    """
-    from vllm.distributed import get_pp_group
-
-    ranks = runner.vllm_config.parallel_config.pipeline_parallel_size
-    return 1 if ranks == 1 or get_pp_group().is_last_rank else ranks
-
-
 def log_bytes(runner: Any) -> int:
     """Return the bytes that a runner's undo log will take. The cache need not exist yet."""
-    specs = runner.get_kv_cache_spec().values()
-    return undo_log_bytes(specs, max_draft_tokens(runner.vllm_config), max_windows(runner))
+    return undo_log_bytes(runner.get_kv_cache_spec().values(), max_draft_tokens(runner.vllm_config))
 
 
-def undo_log_bytes(specs: Iterable[Any], draft_tokens: int, windows: int) -> int:
+def undo_log_bytes(specs: Iterable[Any], draft_tokens: int) -> int:
     """Return the bytes of an undo log: one row per draft token and attention layer."""
     attention = [spec for spec in specs if not is_recurrent(spec)]
-    return draft_tokens * windows * sum(-(-spec.page_size_bytes // spec.block_size) for spec in attention)
+    return draft_tokens * sum(-(-spec.page_size_bytes // spec.block_size) for spec in attention)
 
 
 def _patch_writer(attention: Any, name: str, session: Session) -> None:

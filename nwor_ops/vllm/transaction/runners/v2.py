@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from nwor_ops.transaction.window import Layout, Window
-from nwor_ops.vllm.hooks import Hook, check_vllm
-from nwor_ops.vllm.support.refusals import NEW_TOKENS, Check
+from nwor_ops.vllm.hooks import Hook
+from nwor_ops.vllm.support.refusals import NEW_TOKENS
 from nwor_ops.vllm.transaction.runners.base import RunnerAttachment, named_layers, runner_hooks
-from nwor_ops.vllm.transaction.runners.pipeline import HOOKS as PIPELINE_HOOKS
-from nwor_ops.vllm.transaction.runners.pipeline import PipelineRank
-from nwor_ops.vllm.transaction.session import Session, Step
+from nwor_ops.vllm.transaction.session import Step
 
 _MODULE = "vllm.v1.worker.gpu.model_runner"
 _WARM_UP = "vllm.v1.worker.gpu.warmup"
@@ -45,20 +43,6 @@ class V2(RunnerAttachment):
     )
     patched = (*RunnerAttachment.patched, "prepare_attn", "sample")
     _batch: Any = None  # the last prepared batch
-    _rank: PipelineRank | None = None  # only if another pipeline rank samples
-
-    @classmethod
-    def checks_of(cls, vllm_config: Any, device_type: str, mode: str) -> Iterator[Check]:
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            yield lambda: check_vllm(PIPELINE_HOOKS)
-        yield from super().checks_of(vllm_config, device_type, mode)
-
-    def patch(self, session: Session) -> None:
-        super().patch(session)
-        if session.windows > 1 and session.manager is not None:
-            self._rank = PipelineRank(session, self.runner.pp_handler)
-            session.patches.put_methods(self.runner.pp_handler, self._rank, self._rank.patched)
-            session.patches.put_methods(self.runner, self._rank, ["finish_requests"])
 
     def slot_mapping(self, group: str) -> Tensor:
         return self.runner.block_tables.slot_mappings[int(group)]
@@ -126,14 +110,10 @@ class V2(RunnerAttachment):
     def prepare_attn(self, prepare: Callable[..., Any], input_batch: Any) -> Any:
         prepared = prepare(input_batch)
         self._batch = input_batch
-        if self._rank is not None:
-            self._rank.schedule(input_batch.req_ids)
         if input_batch.num_draft_tokens > 0:
             self.session.begin(self._step, input_batch)
-            return prepared
-        self.session.skip()
-        if self._rank is not None and self.session.notifies("begin"):
-            self.session.observe(self._step(input_batch))
+        else:
+            self.session.skip()
         return prepared
 
     def sample(self, sample: Callable[..., Any], hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
