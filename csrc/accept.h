@@ -376,17 +376,6 @@ inline void set_step(AcceptArguments& a, const AcceptArguments& checked, const S
     for (const Argument& ids : {drafts, sampled}) check_outside(a.op, ids.name, ids.tensor, checked);
 }
 
-inline AcceptArguments check_reject_rows_from_rejected(
-    const char* op,
-    const Tensor& num_rejected,     // int32 [num_requests]
-    const Tensor& draft_start_loc,  // int32 [num_requests + 1]
-    const Tensor& row_rejected,     // bool [num_log_rows], written
-    const Tensor& num_accepted,     // int32 [num_requests], written
-    const Tensor& counters          // int64 [len(COUNTERS)], written
-) {
-    return check_reject_counts(op, num_rejected, draft_start_loc, row_rejected, num_accepted, counters);
-}
-
 // Returns new tensors instead of writing to a window's buffers.
 struct MaskCall {
     AcceptArguments accept;
@@ -484,7 +473,6 @@ void register_accept(Library& m) {
     NWOR_OP(m, acceptance_mask, check_acceptance_mask);
     NWOR_OP(m, acceptance_mask_from_rejected, check_acceptance_mask_from_rejected);
     NWOR_BINDABLE_OP(m, reject_rows, check_reject_rows);
-    NWOR_OP(m, reject_rows_from_rejected, check_reject_rows_from_rejected);
     m.impl("_begin_bound", TORCH_BOX(&begin_bound));
     m.impl("_begin_redirected_bound", TORCH_BOX(&begin_redirected_bound));
     m.impl("_commit_bound", TORCH_BOX(&commit_bound));

@@ -15,7 +15,6 @@ __all__ = [
     "acceptance_mask_from_rejected",
     "plan_window",
     "reject_rows",
-    "reject_rows_from_rejected",
 ]
 
 # Layout of the `counters` tensor, int64 [len(COUNTERS)]. Ops only increment it.
@@ -204,31 +203,4 @@ def reject_rows(
         ... )
         >>> row_rejected.tolist(), num_accepted.tolist()
         ([False, True, False, False], [1])
-    """
-
-
-@op(mutates=("row_rejected", "num_accepted", "counters"))
-def reject_rows_from_rejected(
-    num_rejected: Tensor,
-    draft_start_loc: Tensor,
-    row_rejected: Tensor,
-    num_accepted: Tensor,
-    counters: Tensor,
-) -> None:
-    """Write the result of :func:`acceptance_mask_from_rejected` into the buffers of a window, as :func:`reject_rows`
-    does.
-
-    Args:
-        num_rejected: int32 ``[>= Q]``, contiguous: as in :func:`acceptance_mask_from_rejected`.
-        draft_start_loc, row_rejected, num_accepted, counters: as in :func:`reject_rows`; the last three are
-            **mutated**.
-
-    Example:
-        >>> import torch
-        >>> counts, starts = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
-        >>> row_rejected, num_accepted = torch.zeros(3, dtype=torch.bool), torch.zeros(2, dtype=torch.int32)
-        >>> counters = torch.zeros(len(nwor_ops.COUNTERS), dtype=torch.int64)
-        >>> nwor_ops.reject_rows_from_rejected(counts, starts, row_rejected, num_accepted, counters)
-        >>> row_rejected.tolist(), num_accepted.tolist()
-        ([False, True, False], [1, 1])
     """

@@ -205,7 +205,8 @@ def close_window_from_rejected(
     page_offsets: Tensor | None = None,
     plane_table: Tensor | None = None,
 ) -> None:
-    """Run :func:`reject_rows_from_rejected` and then :func:`close_window` in one launch.
+    """Find the rejected rows from their numbers, as :func:`reject_rows` does from tokens, and close the window in the
+    same launch.
 
     Args:
         num_rejected: int32 ``[>= Q]``: number of rejected drafts of each request.

@@ -269,7 +269,8 @@ def restore_slots_from_rejected(
     num_rows: int | None = None,
     plane_table: Tensor | None = None,
 ) -> None:
-    """Run :func:`reject_rows_from_rejected`, and then :func:`restore_slots` for the rejected rows, in one launch.
+    """Find the rejected rows from their numbers, as :func:`reject_rows` does from tokens, and restore their slots in
+    the same launch.
 
     Args:
         caches, log, row_slots, page_offsets, window_id, row_windows, num_rows, plane_table: as in

@@ -119,17 +119,12 @@ class UndoLog(BoundToMemory):
         return bound
 
     def _restore(self, launch: Launch) -> dict[str, Any]:
-        return _restore_arguments(launch, self._buffers.row_rejected, self._buffers.window_id)
+        return _restore_arguments(launch, self._buffers)
 
     def has_logged(self) -> bool:
         """Return whether a layer has logged a draft of the open window, or no draft has a slot. This reads values."""
         number, slots = self._buffers.window_id, self._buffers.row_slots
         return bool(any((of_class.row_windows == number).any() for of_class in self.classes) or not (slots >= 0).any())
-
-    def restore(self, rejected: Tensor, window_id: Tensor) -> None:
-        """Restore the logged rows that are rejected and that the window with this number has logged."""
-        for launch in self.launches:
-            ops.restore_slots(**_restore_arguments(launch, rejected, window_id))
 
     def put_back(self, window: Window, num_requests: int) -> None:
         """Do nothing: begin only planned."""
@@ -141,15 +136,15 @@ class UndoLog(BoundToMemory):
         """Do nothing: a log holds only one window."""
 
 
-def _restore_arguments(launch: Launch, rejected: Tensor, window_id: Tensor) -> dict[str, Any]:
+def _restore_arguments(launch: Launch, buffers: WindowBuffers) -> dict[str, Any]:
     caches, table = launch.planes.arguments()
     return {
         "caches": caches,
         "log": launch.log,
         "row_slots": launch.row_slots,
-        "row_rejected": rejected,
+        "row_rejected": buffers.row_rejected,
         "page_offsets": launch.page_offsets,
-        "window_id": window_id,
+        "window_id": buffers.window_id,
         "row_windows": launch.row_windows,
         "num_rows": None,
         "plane_table": table,
@@ -159,7 +154,7 @@ def _restore_arguments(launch: Launch, rejected: Tensor, window_id: Tensor) -> d
 def _try_restore(launch: Launch, buffers: WindowBuffers, names: Sequence[str]) -> None:
     """Check the arguments of a restore before any window. No row is rejected, so nothing is written."""
     try:
-        ops.restore_slots(**_restore_arguments(launch, buffers.row_rejected, buffers.window_id))
+        ops.restore_slots(**_restore_arguments(launch, buffers))
     except (ValueError, TypeError, IndexError) as error:
         raise type(error)(f"allocate: layers {', '.join(map(repr, names))} could not be restored: {error}") from error
 

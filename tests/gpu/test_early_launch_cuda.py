@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nwor_ops import log_slots, reject_rows_from_rejected, write_kv
+from nwor_ops import log_slots, reject_rows, write_kv
 
 PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 
@@ -54,7 +54,7 @@ def test_a_captured_kernel_is_early_only_after_one_of_ours(writer: str, device: 
         "write_kv": lambda: write_kv(rows, rows, *caches, slots, one, one, "auto"),
         "log_slots": lambda: log_slots(caches[0], slots, log_rows, log),
     }[writer]
-    reject = lambda: reject_rows_from_rejected(counts, counts, rejected, accepted, counters)  # noqa: E731
+    reject = lambda: reject_rows(slots, slots.view(1, 4), counts, rejected, accepted, counters)  # noqa: E731
     write()
     reject()
     torch.cuda.synchronize()

@@ -84,9 +84,8 @@ def test_refused_window_rejects_nothing(device):
     planned = layouts.twin(plan(rows=5), device)
     row_rejected, num_accepted = layouts.twin((flags(*[1] * 5), int32(*[9] * 6)), device)
     ops.plan_window(*planned)
-    ops.reject_rows_from_rejected(
-        layouts.twin(int32(*[1] * 6), device), planned[8], row_rejected, num_accepted, planned[7]
-    )
+    tokens = layouts.twin((torch.zeros(6, dtype=torch.int64), torch.zeros(6, 2, dtype=torch.int64)), device)
+    ops.reject_rows(*tokens, planned[8], row_rejected, num_accepted, planned[7])
     assert not planned[8].any()
     assert not row_rejected.any()
     assert not num_accepted.any()

@@ -15,7 +15,7 @@ import nwor_ops
 import nwor_ops.transaction.manager
 from nwor_ops import ops
 
-LAUNCHES = ("plan_window", "reject_rows_from_rejected", "restore_slots", "accept_staged", "commit_staged")
+LAUNCHES = ("plan_window", "restore_slots", "accept_staged", "commit_staged")
 BOUND = ("begin_bound", "begin_redirected_bound", "commit_bound", "commit_tokens_bound")  # all launches of a call
 
 

@@ -12,7 +12,6 @@ __all__ = [
     "acceptance_mask_from_rejected",
     "plan_window",
     "reject_rows",
-    "reject_rows_from_rejected",
 ]
 
 WINDOWS, DRAFTED, ACCEPTED, REJECTED = range(4)  # indices in `counters`
@@ -87,6 +86,6 @@ def reject_rows(draft_token_ids, sampled_token_ids, draft_start_loc, row_rejecte
     _mark_rejected(accepted, of_requests, draft_start_loc, row_rejected, num_accepted, counters)
 
 
-def reject_rows_from_rejected(num_rejected, draft_start_loc, row_rejected, num_accepted, counters) -> None:
+def reject_by_counts(num_rejected, draft_start_loc, row_rejected, num_accepted, counters) -> None:
     accepted, of_requests = acceptance_mask_from_rejected(num_rejected, draft_start_loc, int(draft_start_loc[-1]))
     _mark_rejected(accepted, of_requests, draft_start_loc, row_rejected, num_accepted, counters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nwor_ops.testing.oracle.accept import drafts_of_requests, reject_rows_from_rejected
+from nwor_ops.testing.oracle.accept import drafts_of_requests, reject_by_counts
 from nwor_ops.testing.raw_rows import read_row, write_row
 
 __all__ = ["close_window", "close_window_from_rejected", "open_window"]
@@ -116,7 +116,7 @@ def close_window_from_rejected(
     counters, shadow_blocks, saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping=None,
     held_slots=None, page_offsets=None,
 ) -> None:  # fmt: skip
-    reject_rows_from_rejected(num_rejected, draft_start_loc, row_rejected, num_accepted, counters)
+    reject_by_counts(num_rejected, draft_start_loc, row_rejected, num_accepted, counters)
     close_window(
         caches, planes_per_group, query_start_loc, draft_start_loc, row_rejected, shadow_blocks, saved_slots,
         tail_pages, slot_mappings, block_tables, idx_mapping, held_slots, page_offsets,

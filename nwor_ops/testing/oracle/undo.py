@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from nwor_ops.testing.oracle.accept import reject_rows_from_rejected
+from nwor_ops.testing.oracle.accept import reject_by_counts
 from nwor_ops.testing.raw_rows import element_view, raw
 
 __all__ = [
@@ -132,5 +132,5 @@ def restore_slots_from_rejected(
     caches, log, row_slots, num_rejected, draft_start_loc, row_rejected, num_accepted, counters,
     page_offsets=None, window_id=None, row_windows=None, num_rows=None,
 ) -> None:  # fmt: skip
-    reject_rows_from_rejected(num_rejected, draft_start_loc, row_rejected, num_accepted, counters)
+    reject_by_counts(num_rejected, draft_start_loc, row_rejected, num_accepted, counters)
     restore_slots(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows)

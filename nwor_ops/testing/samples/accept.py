@@ -45,4 +45,3 @@ def window(dice: Dice) -> Calls[None]:
     yield Call("acceptance_mask", tokens_of)
     yield Call("acceptance_mask_from_rejected", (batch.num_rejected, drafts, batch.num_drafts + dice.size(2)))
     yield Call("reject_rows", (*tokens_of, *outcome(dice, batch, rows)))
-    yield Call("reject_rows_from_rejected", (batch.num_rejected, drafts, *outcome(dice, batch, rows)))
