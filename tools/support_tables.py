@@ -183,16 +183,6 @@ def refused() -> str:
     return "\n".join(_row(*row) for row in rows)
 
 
-def messages() -> str:
-    """Return the messages of refusals that do not begin with the name of their configuration."""
-    rows = [("message", "configuration", "changed by"), ("---",) * 3]
-    for refusal in REFUSALS:
-        if refusal.message:
-            text = re.sub(r"\{\w+\}", "...", refusal.message).replace("|", "\\|")
-            rows.append((f"`{text}`", refusal.feature, f"`{refusal.change}`" if refusal.change else ""))
-    return "\n".join(_row(*row) for row in rows)
-
-
 def connectors() -> str:
     """Return the KV connectors that the transaction supports, those with one recurrent state, and the refused ones.
     Connectors with the same cells share a row."""
@@ -249,7 +239,7 @@ def vllm_versions() -> str:
 
 
 DOCUMENTS = {
-    REFERENCE / "support.md": (supported, methods, connectors, parallel, refused, messages),
+    REFERENCE / "support.md": (supported, methods, connectors, parallel, refused),
     REFERENCE / "cases.md": (outcomes,),
     ROOT / "docs" / "compatibility.md": (vllm_versions,),
 }

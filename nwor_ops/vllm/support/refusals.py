@@ -54,7 +54,7 @@ class Unsupported(Exception):
         return error
 
     def stop_if(self, strict: bool, asked_for: str, without: str) -> None:
-        """Raise RuntimeError with the reason and the setting that starts the engine without the feature.
+        """Raise RuntimeError with the reasons, the arguments that change them, and the setting that goes on without.
 
         Args:
             strict: do nothing if False.
@@ -62,8 +62,9 @@ class Unsupported(Exception):
             without: how such an engine then runs, for the message: "without it".
         """
         if strict:
+            reasons = "; ".join(f"{why} (change: {change})" if change else why for why, change in self.parts)
             raise RuntimeError(
-                f"nwor: {self} ({asked_for}; VLLM_NWOR_ON_UNSUPPORTED=vanilla or "
+                f"nwor: {reasons} ({asked_for}; VLLM_NWOR_ON_UNSUPPORTED=vanilla or "
                 f'{{"nwor": {{"on_unsupported": "vanilla"}}}} runs such an engine {without})'
             ) from self
 
