@@ -72,7 +72,7 @@ def as_dict(preview: Preview) -> dict[str, Any]:
 
 
 def print_preview(preview: Preview, report: Report) -> None:
-    """Print each feature with the reasons, what only a start can find out, and the conclusion."""
+    """Print each feature with the reasons, and the conclusion."""
     engine = preview.engine
     drafts = f"{engine['method']}, {engine['num_speculative_tokens']} drafts" if engine["method"] else "none"
     report.line(
@@ -87,8 +87,6 @@ def print_preview(preview: Preview, report: Report) -> None:
         report.line(state + verb, prediction.feature, style)
         for reason in prediction.reasons:
             report.line(f"  {reason.why}" + (f" ({reason.change})" if reason.change else ""))
-        if on and runs and prediction.at_start:
-            report.line(f"  only a start can tell: {'; '.join(prediction.at_start)}")
     line = f"{', '.join(preview.switches)}; nwor-ops bench measures the gain" if preview.switches else _no_gain(engine)
     report.line(line, "may be faster with", "bold")
     names = ", ".join(prediction.feature for prediction in preview.refused)
@@ -96,7 +94,7 @@ def print_preview(preview: Preview, report: Report) -> None:
     if not asked:
         report.line("Nothing is switched on.")
     elif not names:
-        report.line(f"No check refuses {asked}.", style=GOOD)
+        report.line(f"No check refuses {asked}. Layers, back ends and the cache are checked at the start.", style=GOOD)
     elif engine["on_unsupported"] == "vanilla":
         report.line(f"The engine will start without {names}.", style=BAD)
     else:

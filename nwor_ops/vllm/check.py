@@ -1,7 +1,7 @@
 """``nwor-ops check``: predict which features an engine will have, before it starts.
 
 vLLM's configuration is built from the arguments of ``vllm serve``. Then the checks of start-up run on it that need no
-layers and no cache. The engine makes further checks when it starts. Each result lists them.
+layers and no cache. The engine makes further checks when it starts.
 
 This module imports vLLM inside functions, because a command sets vLLM's variables first.
 """
@@ -22,26 +22,6 @@ from nwor_ops.vllm.support.refusals import Check, Unsupported
 
 COW, STAGE = "cow", "stage"
 FEATURES = (COW, STAGE, DRAFT_GRAPHS, RECURRENT, DRAFT_VOCABULARY)
-_LAYERS = ("the attention back end of each layer, whose writer is tried on a scratch page", "the drafter's layers")
-# Only a start can find these out, by feature.
-_AT_START = {
-    COW: _LAYERS,
-    STAGE: (
-        *_LAYERS,
-        "pages of the back end must be whole blocks",
-        "a drafter or connector that reads the target's metadata must find the runner's own block table in it",
-        "the cache must hold the shadow pages and one request of the maximum length",
-    ),
-    DRAFT_GRAPHS: (
-        "the class of the drafter and its attention back end",
-        "the CUDA graph mode that the target's attention allows",
-        "a capture size that holds a decode batch",
-    ),
-    RECURRENT: ("every recurrent layer must have the known class",),
-    DRAFT_VOCABULARY: ("the class of the drafter and its output head",),
-}
-
-
 # The switches that can make an engine faster. The modes of the transaction are for those who read the cache.
 SWITCHES = {
     RECURRENT: "VLLM_NWOR_RECURRENT=1",
@@ -70,13 +50,11 @@ class Prediction:
         feature: one of ``FEATURES``.
         switched_on: whether the settings ask for it.
         reasons: the reasons why it will be refused. Empty if no check refuses it.
-        at_start: checks that only the start of the engine can make.
     """
 
     feature: str
     switched_on: bool
     reasons: tuple[Reason, ...] = ()
-    at_start: tuple[str, ...] = ()
 
     @property
     def runs(self) -> bool:
@@ -199,7 +177,7 @@ def look(arguments: Sequence[str]) -> Preview:
             reasons: tuple[Reason, ...] = (Reason(NO_SPECULATION, "--speculative-config"),)
         else:
             reasons = _reasons(_checks_of(feature, vllm_config))
-        predictions.append(Prediction(feature, switched_on[feature], reasons, () if reasons else _AT_START[feature]))
+        predictions.append(Prediction(feature, switched_on[feature], reasons))
     return Preview(engine, tuple(predictions))
 
 

@@ -60,7 +60,7 @@ def test_refusal_equals_start_up_and_names_argument(
     assert [name for name, prediction in predictions(found).items() if prediction["switched_on"]] == [feature]
     reasons = predictions(found)[feature]["reasons"]
     assert change is None or [reason["change"] for reason in reasons] == [change]
-    why = "; ".join(reason["why"] for reason in reasons)
+    why = "; ".join(one["why"] + (f" (change: {one['change']})" if one["change"] else "") for one in reasons)
     with pytest.raises(RuntimeError, match=re.escape(f"nwor: {why} ({request_} was asked for")):
         engines.run(prompts(1), nwor={setting: value}, kv_transfer_config=CONNECTOR)
 
@@ -170,13 +170,15 @@ def test_switches_that_help_are_named(capsys: pytest.CaptureFixture[str]) -> Non
 def test_last_line_says_whether_engine_starts(capsys: pytest.CaptureFixture[str]) -> None:
     refused = Prediction("stage", True, (Reason("the cache is too small", "--max-num-seqs"),))
     off = Prediction("draft graphs", False, (Reason("the method has its own graphs"),))
-    runs = Prediction("recurrent", True, at_start=("x",))
+    runs = Prediction("recurrent", True)
     text = printed(capsys, refused, off, runs)
     assert text.endswith("The engine will not start: stage will be refused.\n")
     assert "the cache is too small (--max-num-seqs)" in text
-    assert "recurrent: switched on, will run\n  only a start can tell: x\n" in text
+    assert "recurrent: switched on, will run\n" in text
     assert printed(capsys, refused, on_unsupported="vanilla").endswith("The engine will start without stage.\n")
-    assert printed(capsys, runs, off).endswith("No check refuses recurrent.\n")
+    assert printed(capsys, runs, off).endswith(
+        "No check refuses recurrent. Layers, back ends and the cache are checked at the start.\n"
+    )
     assert "Nothing is switched on" in printed(capsys, off)
     assert outcome_of(Preview({}, (off, runs))) is Outcome.RUNS
     assert outcome_of(Preview({}, (off, refused))) is Outcome.REFUSED
