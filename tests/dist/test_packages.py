@@ -20,10 +20,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from matrix import PROJECT, Environment, Row, read_report  # noqa: E402
+from matrix import Environment, tomllib  # noqa: E402
 
-TOOL = PROJECT["tool"]["nwor_ops"]
-VERSION = PROJECT["project"]["version"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TOOL, VERSION = PROJECT["tool"]["nwor_ops"], PROJECT["project"]["version"]
 [WHEEL] = (ROOT / "dist").glob("*.whl")
 [SDIST] = (ROOT / "dist").glob("*.tar.gz")
 CLI = ["typer", "rich", "matplotlib"]
@@ -48,38 +48,37 @@ class Fresh(Environment):
     """An environment without nwor_ops, however the last run left it."""
 
     def __init__(self, version: str):
-        super().__init__(ROOT / "build" / "packages", version, packages=())
+        super().__init__(ROOT / "build" / "packages", version)
         wheels = Path(os.environ.get("MATRIX_WHEELS") or ROOT / "build" / "matrix" / "wheels")
         self.make(wheels.resolve())
         self.pip("uninstall", "--yes", "nwor_ops", *CLI)
 
     def pip(self, *words: object, **variables: str) -> None:
-        done = run(self.python, "-m", "pip", "--disable-pip-version-check", *words, env=self.variables(**variables))
-        assert done.returncode == 0, done.stdout + done.stderr
+        self.run("-m", "pip", "--disable-pip-version-check", *map(str, words), **variables)
 
-    def run(self, *command: object) -> subprocess.CompletedProcess[str]:
-        return run(*command, env=self.variables(COLUMNS="200", TERM="dumb"), cwd=self.folder)
+    def doctor(self, *options: str) -> list[subprocess.CompletedProcess[str]]:
+        """Run the command in both ways, outside the checkout."""
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        variables |= {"LD_LIBRARY_PATH": str(self.folder / "stubs"), "COLUMNS": "200", "TERM": "dumb"}
+        commands = (self.folder / "bin" / "nwor-ops",), (self.python, "-m", "nwor_ops")
+        return [run(*command, "doctor", *options, env=variables, cwd=self.folder) for command in commands]
 
     def says_what_is_missing(self) -> None:
-        for command in ((self.folder / "bin" / "nwor-ops",), (self.python, "-m", "nwor_ops")):
-            done = self.run(*command, "doctor")
+        for done in self.doctor():
             assert (done.returncode, done.stdout) == (1, "")
             # Before it torch may say that there is no NumPy.
             assert done.stderr.splitlines()[-1] == SENTENCE
             assert "Traceback" not in done.stderr
 
     def works(self) -> None:
-        for command in ((self.folder / "bin" / "nwor-ops",), (self.python, "-m", "nwor_ops")):
-            done = self.run(*command, "doctor", "--json")
+        for done in self.doctor("--json"):
             assert done.returncode == 0, done.stdout + done.stderr
             findings = {(row["section"], row["name"]): row for row in json.loads(done.stdout)["findings"]}
             assert findings["versions", "torch"]["detail"].startswith(self.version)
             assert findings["versions", "nwor_ops"]["detail"] == VERSION
             assert findings["libraries", "cpu"]["ok"] is True
             assert findings["families of ops", "undo, cpu"]["ok"] is True
-        done = self.run(self.python, "-c", AN_OP)
-        assert done.returncode == 0, done.stderr
-        assert Path(done.stdout.strip()).is_relative_to(self.folder)
+        assert Path(self.run("-c", AN_OP, cwd=self.folder).strip()).is_relative_to(self.folder)
 
 
 @pytest.fixture(scope="module")
@@ -107,23 +106,11 @@ def test_wheel_with_the_newest_torch(newest: Fresh) -> None:
     newest.works()
 
 
-def test_tests_of_ops_pass_with_wheel() -> None:
-    """In another environment, outside the checkout: `tools/matrix.py` copies the tests there."""
-    folder, version = ROOT / "build" / "packages" / "tests", TOOL["torch"]
-    wheels = Path(os.environ.get("MATRIX_WHEELS") or ROOT / "build" / "matrix" / "wheels").resolve()
-    matrix = (sys.executable, ROOT / "tools" / "matrix.py", "--folder", folder)
-    done = run(*matrix, "--only-environment", version, "--wheels", wheels)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = folder / version / "report.xml"
-    report.unlink(missing_ok=True)
-    done = run(*matrix, "--only-tests", version, "--wheel", WHEEL, "--tests", "tests/ops")
-    assert report.exists(), done.stdout + done.stderr
-    row = Row(version)
-    read_report(row, report)
-    assert row.failed == []
-    assert row.passed > 1000
-    libraries = json.loads((folder / version / "loaded.json").read_text())["libraries"]
-    assert libraries["cpu"] == "loaded"
+def test_tests_pass_with_wheel(usual: Fresh) -> None:
+    """Outside the checkout, with the tests that need only torch. A failed test raises."""
+    loaded, summary = usual.test(WHEEL)
+    assert "('cpu', 'loaded')" in loaded
+    assert int(re.findall(r"(\d+) passed", summary)[0]) > 1000
 
 
 def test_sdist_builds_in_isolation(usual: Fresh) -> None:
