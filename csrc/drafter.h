@@ -1,24 +1,15 @@
-// Family drafter: its ops. Each has a file with the check of its arguments and its work for one row or one
-// token. The CPU kernels loop over these functions, and each thread of a CUDA kernel calls one, so both
-// devices share one implementation.
+// Family drafter: its ops, each with its arguments, their check, and the work for one row or one token. The
+// CPU kernels loop over these functions, and each thread of a CUDA kernel calls one, so both devices share
+// one implementation.
 //
 // For any data, these functions read and write only inside the buffers. The `problem_of_...` functions find
 // invalid data: the CPU calls them before anything is written, CUDA calls them in debug mode.
 #pragma once
 
 #include "common/op.h"
-#include "drafter_decode.h"
-#include "drafter_eagle.h"
-#include "drafter_expand.h"
-#include "drafter_extend.h"
-#include "drafter_inputs_padded.h"
-#include "drafter_local_lens.h"
-#include "drafter_next_token.h"
-#include "drafter_prefill.h"
+#include "drafter_passes.h"
+#include "drafter_queries.h"
 #include "drafter_sample.h"
-#include "drafter_slots.h"
-#include "drafter_step_tokens.h"
-#include "drafter_update.h"
 #include "drafter_vocabulary.h"
 
 namespace nwor {

@@ -7,8 +7,6 @@
 
 namespace nwor {
 
-// ---------------------------------------------------------------- arguments
-
 struct SampleArguments {
     const char* op;
     int64_t num_rows, vocab_size, num_states;
@@ -34,8 +32,6 @@ struct SampleArguments {
         return state >= 0 && state < num_states ? state : -1;
     }
 };
-
-// ---------------------------------------------------------------- check
 
 inline void check_logits_cache(SampleArguments& a, const Argument& c, const Tensor& logits) {
     const Tensor& cache = c.tensor;
@@ -106,8 +102,6 @@ inline SampleArguments check_gumbel_sample(
     check_placement(op, {lo, im, te, se, po, st}, outputs);
     return a;
 }
-
-// ---------------------------------------------------------------- one row or token
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const SampleArguments& a, int64_t row) {
     const int64_t state = a.idx_mapping[row], step = a.step_of(row);

@@ -18,18 +18,12 @@ void check_rows(const Arguments& a, int64_t num_rows) {
     check_each(a.op, num_rows, [&](int64_t row) { return problem_of_row(a, row); });
 }
 
-void run(const PrefillArguments& a, const Cpu&) {
+// Ops that write one element of each output per item.
+template <class Arguments>
+void run(const Arguments& a, const Cpu&) {
     check_rows(a, a.rows.count);
-    const int64_t num_real = a.rows.num_real();
-    for (int64_t i = 0; i < a.num_items(); ++i) {
-        prefill_row(a, i, num_real);
-        if (i < a.input_ids.length) prefill_token(a, i, num_real);
-    }
-}
-
-void run(const DecodeArguments& a, const Cpu&) {
-    check_rows(a, a.rows.count);
-    for (int64_t i = 0; i < a.num_items(); ++i) decode_row(a, i);
+    const int64_t num_items = a.num_items();
+    for (int64_t i = 0; i < num_items; ++i) write_item(a, i);
 }
 
 void copy_hidden_row(const UpdateArguments& a, int64_t row) {
@@ -57,20 +51,6 @@ void run(const SlotArguments& a, const Cpu&) {
     check_rows(a, a.rows.count);
     for (int64_t g = 0; g < a.num_groups; ++g)
         for (int64_t t = 0; t < a.capacity; ++t) a.slots[g * a.slots_stride + t] = slot_of_token(a, g, t);
-}
-
-void run(const EagleArguments& a, const Cpu&) {
-    check_rows(a, a.num_rows);
-    for (int64_t i = 0; i < a.slots.length; ++i) eagle_row(a, i);
-}
-
-void run(const PaddedInputsArguments& a, const Cpu&) {
-    check_rows(a, a.num_rows);
-    for (int64_t i = 0; i < a.num_items(); ++i) padded_inputs_row(a, i);
-}
-
-void run(const NextTokenArguments& a, const Cpu&) {
-    for (int64_t i = 0; i < a.num_items(); ++i) next_token_row(a, i);
 }
 
 // ---------------------------------------------------------------- gumbel_sample
@@ -143,33 +123,6 @@ void run(const SampleArguments& a, const Cpu&) {
         if (char* to = cache_row(a, row)) keep_logits(a, row, to);
         set_sampled(a, row, state < 0 ? 0 : sample_row(a, row, state));
     }
-}
-
-// ---------------------------------------------------------------- longer queries
-
-void run(const ExpandArguments& a, const Cpu&) {
-    check_rows(a, a.rows.count);
-    const int64_t num_real = a.rows.num_real();
-    for (int64_t i = 0; i < a.num_items(); ++i) {
-        if (i < a.input_ids.length) expand_token(a, i, num_real);
-        expand_index(a, i, num_real);
-    }
-}
-
-void run(const ExtendArguments& a, const Cpu&) {
-    check_rows(a, a.rows.count);
-    const int64_t num_real = a.rows.num_real();
-    for (int64_t i = 0; i < a.num_items(); ++i) extend_item(a, i, num_real);
-}
-
-void run(const LocalLensArguments& a, const Cpu&) {
-    for (int64_t i = 0; i < a.local.length; ++i) local_lens_row(a, i);
-}
-
-void run(const StepTokensArguments& a, const Cpu&) {
-    check_rows(a, a.rows.count);
-    const int64_t num_real = a.rows.num_real();
-    for (int64_t i = 0; i < a.num_items(); ++i) step_tokens_item(a, i, num_real);
 }
 
 // ---------------------------------------------------------------- draft vocabulary

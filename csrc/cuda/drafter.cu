@@ -2,7 +2,7 @@
 // nwor_ops/ops/drafter.py.
 //
 // All kernels except gumbel_sample have one thread per output element, and each thread calls a function of
-// its op's file, csrc/drafter_*.h. No kernel allocates or waits for another block. Every count that may
+// csrc/drafter_*.h. No kernel allocates or waits for another block. Every count that may
 // change between replays is read from the arguments.
 #include "../common/dispatch.h"
 #include "../common/gumbel.h"
@@ -26,27 +26,24 @@ __device__ void report_row(const Arguments& a, int64_t row, int64_t num_rows, co
 }
 
 // ---------------------------------------------------------------- one thread per element
-//
-// The kernels of this section: one block per 256 items (`num_items`, the longest output), one-dimensional.
-// Thread i writes element i of every output that is long enough.
 
-// Grid: the longest of [capacity] and [num_rows + 1].
+// Grid: one block per 256 items (`num_items`, the longest output). Thread i writes element i of every output
+// that is long enough.
+template <class Arguments>
 __global__ void __launch_bounds__(kThreads)
-    prefill_kernel(const __grid_constant__ PrefillArguments a, const char* report_as) {
-    wait_for_earlier_kernels();
-    const int64_t i = item_of_thread(), num_real = a.rows.num_real();
-    report_row(a, i, a.rows.count, report_as);
-    prefill_row(a, i, num_real);
-    if (i < a.input_ids.length) prefill_token(a, i, num_real);
-}
-
-// Grid: the longer of query_start_loc and seq_lens.
-__global__ void __launch_bounds__(kThreads)
-    decode_kernel(const __grid_constant__ DecodeArguments a, const char* report_as) {
+    items_kernel(const __grid_constant__ Arguments a, const char* report_as) {
     wait_for_earlier_kernels();
     const int64_t i = item_of_thread();
     report_row(a, i, a.rows.count, report_as);
-    decode_row(a, i);
+    write_item(a, i);
+}
+
+template <class Arguments>
+void run(const Arguments& a, const Launch& launch) {
+    const int64_t items = a.num_items();
+    if (items == 0) return;
+    launch.start(items_kernel<Arguments>, shape_for_items(items), a, report_as(a.op));
+    check_launch(launch);
 }
 
 // Grid: x = the longer of [capacity] and [num_rows], y = groups. One slot per thread.
@@ -56,100 +53,6 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t token = item_of_thread(), group = blockIdx.y;
     if (group == 0) report_row(a, token, a.rows.count, report_as);
     if (token < a.capacity) a.slots[group * a.slots_stride + token] = slot_of_token(a, group, token);
-}
-
-// Grid: slot_mapping.
-__global__ void __launch_bounds__(kThreads)
-    eagle_kernel(const __grid_constant__ EagleArguments a, const char* report_as) {
-    wait_for_earlier_kernels();
-    const int64_t i = item_of_thread();
-    report_row(a, i, a.num_rows, report_as);
-    eagle_row(a, i);
-}
-
-// Grid: the longer of token_indices_to_sample and num_rejected.
-__global__ void __launch_bounds__(kThreads)
-    padded_inputs_kernel(const __grid_constant__ PaddedInputsArguments a, const char* report_as) {
-    wait_for_earlier_kernels();
-    const int64_t i = item_of_thread();
-    report_row(a, i, a.num_rows, report_as);
-    padded_inputs_row(a, i);
-}
-
-// Grid: the longer of next_token_ids and valid_sampled_count. A thread reads all columns of its row.
-__global__ void __launch_bounds__(kThreads) next_token_kernel(const __grid_constant__ NextTokenArguments a) {
-    wait_for_earlier_kernels();
-    next_token_row(a, item_of_thread());
-}
-
-// Grid: the longest of [capacity], new_token_indices and hidden_state_mapping.
-__global__ void __launch_bounds__(kThreads)
-    expand_kernel(const __grid_constant__ ExpandArguments a, const char* report_as) {
-    wait_for_earlier_kernels();
-    const int64_t i = item_of_thread(), num_real = a.rows.num_real();
-    report_row(a, i, a.rows.count, report_as);
-    if (i < a.input_ids.length) expand_token(a, i, num_real);
-    expand_index(a, i, num_real);
-}
-
-// Grid: the longest of query_start_loc, seq_lens and slot_mapping.
-__global__ void __launch_bounds__(kThreads)
-    extend_kernel(const __grid_constant__ ExtendArguments a, const char* report_as) {
-    wait_for_earlier_kernels();
-    const int64_t i = item_of_thread();
-    report_row(a, i, a.rows.count, report_as);
-    extend_item(a, i, a.rows.num_real());
-}
-
-// Grid: local_seq_lens.
-__global__ void __launch_bounds__(kThreads) local_lens_kernel(const __grid_constant__ LocalLensArguments a) {
-    wait_for_earlier_kernels();
-    local_lens_row(a, item_of_thread());
-}
-
-// Grid: the larger of sampled_tokens and context_tokens.
-__global__ void __launch_bounds__(kThreads)
-    step_tokens_kernel(const __grid_constant__ StepTokensArguments a, const char* report_as) {
-    wait_for_earlier_kernels();
-    const int64_t i = item_of_thread();
-    report_row(a, i, a.rows.count, report_as);
-    step_tokens_item(a, i, a.rows.num_real());
-}
-
-template <class Arguments, class... More>
-void start_items(void (*kernel)(Arguments, More...), const Arguments& a, int64_t items, const Launch& launch,
-                 const More&... more) {
-    if (items == 0) return;
-    launch.start(kernel, shape_for_items(items), a, more...);
-    check_launch(launch);
-}
-
-void run(const PrefillArguments& a, const Launch& launch) {
-    start_items(prefill_kernel, a, a.num_items(), launch, report_as(a.op));
-}
-void run(const DecodeArguments& a, const Launch& launch) {
-    start_items(decode_kernel, a, a.num_items(), launch, report_as(a.op));
-}
-void run(const EagleArguments& a, const Launch& launch) {
-    start_items(eagle_kernel, a, a.slots.length, launch, report_as(a.op));
-}
-void run(const PaddedInputsArguments& a, const Launch& launch) {
-    start_items(padded_inputs_kernel, a, a.num_items(), launch, report_as(a.op));
-}
-void run(const NextTokenArguments& a, const Launch& launch) {
-    start_items(next_token_kernel, a, a.num_items(), launch);
-}
-void run(const ExpandArguments& a, const Launch& launch) {
-    start_items(expand_kernel, a, a.num_items(), launch, report_as(a.op));
-}
-void run(const ExtendArguments& a, const Launch& launch) {
-    start_items(extend_kernel, a, a.num_items(), launch, report_as(a.op));
-}
-void run(const LocalLensArguments& a, const Launch& launch) {
-    start_items(local_lens_kernel, a, a.local.length, launch);
-}
-void run(const StepTokensArguments& a, const Launch& launch) {
-    start_items(step_tokens_kernel, a, a.num_items(), launch, report_as(a.op));
 }
 
 void run(const SlotArguments& a, const Launch& launch) {

@@ -219,7 +219,7 @@ def test_index_outside(device, op, name, far):
 
 
 def wordings() -> list[str]:
-    found = re.findall(r"Error,\s*((?:\"[^\"]*\"\s*)+)\}", PROBLEMS.read_text())
+    found = re.findall(r"Error,[\s\\]*((?:\"[^\"]*\"[\s\\]*)+)\)", PROBLEMS.read_text())
     return ["".join(re.findall(r'"([^"]*)"', wording)) for wording in found]
 
 
