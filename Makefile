@@ -148,9 +148,6 @@ TRANSITIONS ?= 340000
 SEED ?= $(shell date +%Y%m%d)000
 test-random: export NWOR_BUILD_CUDA := 0
 test-random: setup
-	@echo "== processes killed at random moments"
-	$(PYTEST) --nightly --device cpu tests/transaction/test_killed.py
-	@echo "== random calls"
 	$(PYTEST) --device cpu -m state_machine --transitions $(TRANSITIONS) --first-seed $(SEED) tests/transaction tests/recurrent
 
 # Changes the code at random places, and counts the changes that no test notices.
