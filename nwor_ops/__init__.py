@@ -48,7 +48,6 @@ from nwor_ops.transaction.staging import (  # noqa: E402
 )
 from nwor_ops.transaction.counters import (  # noqa: E402
     EngineStats as EngineStats,
-    InterceptorStats as InterceptorStats,
     StagingStats as StagingStats,
     Stats as Stats,
     stats as stats,

@@ -80,29 +80,6 @@ class StagingStats:
 
 
 @dataclass(frozen=True)
-class InterceptorStats:
-    """Totals of an interceptor.
-
-    Attributes:
-        staging: the totals of its staging buffer.
-        direct_windows: windows written directly into the caches, for any reason.
-        refused_windows: direct windows that should have been staged, but were refused by the buffer.
-
-    Example:
-        >>> staging = StagingStats(windows=1, staged=2, stage_operations=4, committed=1, rejected=1, incomplete=0)
-        >>> InterceptorStats(staging, direct_windows=3, refused_windows=0).as_dict()["direct_windows"]
-        3
-    """
-
-    staging: StagingStats
-    direct_windows: int
-    refused_windows: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
 class EngineStats:
     """Totals of the vLLM engines of a process. ``/metrics`` has the same numbers.
 

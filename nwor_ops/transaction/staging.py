@@ -30,7 +30,7 @@ from torch import Tensor
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import LayerCache
 from nwor_ops.torch_fixes import static, static_int
-from nwor_ops.transaction.counters import InterceptorStats, StagingStats
+from nwor_ops.transaction.counters import StagingStats
 from nwor_ops.transaction.protocol import State, Stateful
 from nwor_ops.validation import BoundToMemory
 
@@ -77,7 +77,6 @@ class StagingBuffer(Stateful[_StagedLayer]):
         self.max_num_rows = validation.integer("StagingBuffer: max_num_rows", max_num_rows)
         self.device = validation.device("StagingBuffer: device", device)
         self._layers = {}
-        self._by_request = False  # whether the open window's rows have requests and positions
         self._failed = False  # whether a commit or reject of the open window has begun
 
     # ------------------------------------------------------------ set-up
@@ -118,8 +117,6 @@ class StagingBuffer(Stateful[_StagedLayer]):
             layer.staged = key, value
         self.stage_rows = filled(-1, self.max_num_tokens, dtype=torch.int32)
         self.row_slots = filled(-1, rows, dtype=torch.int64)
-        self.row_requests = filled(-1, rows, dtype=torch.int32)
-        self.row_positions = filled(-1, rows, dtype=torch.int32)
         self.row_accepted = filled(0, rows, dtype=torch.bool)
         self.row_committed = filled(0, rows, dtype=torch.bool)
         self.row_windows = filled(0, len(self._layers), rows, dtype=torch.int64)
@@ -140,13 +137,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
 
     # ------------------------------------------------------------ a window
 
-    def begin(
-        self,
-        row_slots: Tensor,
-        stage_rows: Tensor | None = None,
-        row_requests: Tensor | None = None,
-        row_positions: Tensor | None = None,
-    ) -> None:
+    def begin(self, row_slots: Tensor, stage_rows: Tensor | None = None) -> None:
         """Open a window. The arguments are copied, so the caller may change them afterwards.
 
         Args:
@@ -154,8 +145,6 @@ class StagingBuffer(Stateful[_StagedLayer]):
                 may name the same slot if at most one of them will be accepted. :meth:`commit` can replace the slots.
             stage_rows: int32 ``[<= max_num_tokens]``: row of each token, in any order; negative = not staged. None =
                 token t has row t, for as many tokens as ``row_slots`` has rows.
-            row_requests, row_positions: int32, as long as ``row_slots``: request of each row, and index among that
-                request's rows. Required for a commit by number of accepted rows.
 
         All tensors are on the buffer's device.
 
@@ -170,14 +159,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
                 raise ValueError(f"begin: row_slots must have at most {self.max_num_tokens} rows, one per token")
             stage_rows = self._in_order[:count]
         self._check("begin", "stage_rows", stage_rows, self.stage_rows)
-        if (row_requests is None) != (row_positions is None):
-            raise ValueError("begin: row_requests and row_positions must be given together")
-        if row_requests is not None and row_positions is not None:
-            self._check("begin", "row_requests", row_requests, self.row_requests, count)
-            self._check("begin", "row_positions", row_positions, self.row_positions, count)
-            _fill(self.row_requests, row_requests)
-            _fill(self.row_positions, row_positions)
-        self._by_request, self._failed = row_requests is not None, False
+        self._failed = False
         _fill(self.row_slots, row_slots)
         _fill(self.stage_rows, stage_rows)
         # Number of the windows that have ended, plus 1: it tells whether this one was counted.
@@ -222,8 +204,8 @@ class StagingBuffer(Stateful[_StagedLayer]):
         slot is out of range. No layer then gets any row, and the window counts as incomplete.
 
         Args:
-            accepted: bool ``[<= max_num_rows]``: accepted rows, in any pattern. Or int32 ``[Q]``: number of accepted
-                rows of each request, if begin got ``row_requests`` and ``row_positions``.
+            accepted: bool ``[<= max_num_rows]``: accepted rows, in any pattern. :func:`nwor_ops.acceptance_mask`
+                returns them for chains of drafts.
             row_slots: int64, as at begin: replaces the destination slots; None = keep them.
 
         Arguments are checked first. If they are invalid, nothing has changed. After a later error, call :meth:`reject`.
@@ -231,22 +213,13 @@ class StagingBuffer(Stateful[_StagedLayer]):
         self._require(State.OPEN, "commit")
         if self._failed:
             raise RuntimeError("commit: commit() or reject() has failed for the open window; call reject()")
-        by_request = self._by_request and isinstance(accepted, Tensor) and accepted.dtype == torch.int32
-        if by_request:
-            validation.tensor("commit: accepted", accepted, torch.int32, dims=1, device=self.device)
-            if not accepted.is_contiguous():
-                raise ValueError(f"commit: accepted must be contiguous, got strides {list(accepted.stride())}")
-        else:
-            self._check("commit", "accepted", accepted, self.row_accepted)
+        self._check("commit", "accepted", accepted, self.row_accepted)
         if row_slots is not None:
             self._check("commit", "row_slots", row_slots, self.row_slots)
             _fill(self.row_slots, row_slots)
         self._failed = True  # until it has returned
-        if by_request:
-            self._accept(accepted, self.row_requests, self.row_positions)
-        else:
-            _fill(self.row_accepted, accepted)
-            self._accept(self.row_accepted)
+        _fill(self.row_accepted, accepted)
+        self._accept()
         for layer in self._layers.values():
             self._commit_layer(layer)
         self._state = State.CLOSED
@@ -264,7 +237,8 @@ class StagingBuffer(Stateful[_StagedLayer]):
             self.counters[ops.STAGE_COUNTERS.index("rejected")].add_(committed)
         else:
             self._failed = True
-            self._accept(self.row_accepted.fill_(False))
+            self.row_accepted.fill_(False)
+            self._accept()
         self._state = State.CLOSED
 
     def stats(self) -> StagingStats:
@@ -275,11 +249,11 @@ class StagingBuffer(Stateful[_StagedLayer]):
 
     # ------------------------------------------------------------ inside
 
-    def _accept(self, accepted: Tensor, *of_requests: Tensor) -> None:
+    def _accept(self) -> None:
         """Determine which rows are committed, and count them."""
         ops.accept_staged(
-            accepted, self.row_slots, self.window_id, self.row_windows, self._num_slots, self.row_committed,
-            self.counters, *of_requests,
+            self.row_accepted, self.row_slots, self.window_id, self.row_windows, self._num_slots, self.row_committed,
+            self.counters,
         )  # fmt: skip
 
     def _commit_layer(self, layer: _StagedLayer) -> None:
@@ -289,12 +263,13 @@ class StagingBuffer(Stateful[_StagedLayer]):
             "auto",
         )  # fmt: skip
 
-    def _check(self, method: str, name: str, tensor: Tensor, buffer: Tensor, count: int | None = None) -> int:
-        """Check a tensor for the buffer that it fills, and its length for ``count``. Return its length."""
+    def _check(self, method: str, name: str, tensor: Tensor, buffer: Tensor) -> int:
+        """Check a tensor for the buffer that it fills. Return its length."""
         validation.tensor(f"{method}: {name}", tensor, buffer.dtype, device=self.device)
-        if tensor.dim() != 1 or tensor.shape[0] > buffer.shape[0] or count not in (None, tensor.shape[0]):
-            wanted = f"at most {buffer.shape[0]}" if count is None else f"{count}, one for each of row_slots"
-            raise ValueError(f"{method}: {name} must have one dimension of {wanted}, got {list(tensor.shape)}")
+        if tensor.dim() != 1 or tensor.shape[0] > buffer.shape[0]:
+            raise ValueError(
+                f"{method}: {name} must have one dimension of at most {buffer.shape[0]}, got {list(tensor.shape)}"
+            )
         return tensor.shape[0]
 
 
@@ -315,11 +290,12 @@ class KVCacheInterceptor(BoundToMemory):
 
     Attributes:
         mode: as above. A new value takes effect at the next window.
+        direct_windows: number of windows written directly, for any reason.
+        refused_windows: number of those that should have been staged, but were refused by the buffer.
 
-    A window that the buffer refuses at begin (too many rows, an invalid dtype) is written directly, and
-    ``refused_windows`` counts it. A later error propagates; then call :meth:`cancel`. The decision is made in Python,
-    so it suits engines whose write site runs in Python. Compiled code and CUDA graphs should call
-    :meth:`StagingBuffer.stage` directly.
+    A window that the buffer refuses at begin (too many rows, an invalid dtype) is written directly and
+    counted. A later error propagates; then call :meth:`cancel`. The decision is made in Python, so it suits engines
+    whose write site runs in Python. Compiled code and CUDA graphs should call :meth:`StagingBuffer.stage` directly.
 
     Example:
         >>> import torch
@@ -343,21 +319,15 @@ class KVCacheInterceptor(BoundToMemory):
         if mode not in ("direct", "staging"):
             raise ValueError(f"KVCacheInterceptor: mode must be one of direct, staging, got {mode!r}")
         self.buffer, self.mode = buffer, mode
-        self._direct_windows = 0
-        self._refused_windows = 0
+        self.direct_windows = 0
+        self.refused_windows = 0
 
     @property
     def staging(self) -> bool:
         """Whether the open window is staged. Attention must then read its rows from the buffer."""
         return self.buffer.state is State.OPEN
 
-    def begin(
-        self,
-        row_slots: Tensor,
-        stage_rows: Tensor | None = None,
-        row_requests: Tensor | None = None,
-        row_positions: Tensor | None = None,
-    ) -> bool:
+    def begin(self, row_slots: Tensor, stage_rows: Tensor | None = None) -> bool:
         """Open a window; arguments as in :meth:`StagingBuffer.begin`.
 
         Returns:
@@ -367,13 +337,13 @@ class KVCacheInterceptor(BoundToMemory):
             raise RuntimeError("begin: a staged window is open; commit or cancel it first")
         if self.mode == "staging":
             try:
-                self.buffer.begin(row_slots, stage_rows, row_requests, row_positions)
+                self.buffer.begin(row_slots, stage_rows)
                 return True
             except (ValueError, TypeError) as error:
-                self._refused_windows += 1
-                if self._refused_windows == 1:
+                self.refused_windows += 1
+                if self.refused_windows == 1:
                     warnings.warn(f"nwor_ops: a window was written directly: {error}", RuntimeWarning, stacklevel=2)
-        self._direct_windows += 1
+        self.direct_windows += 1
         return False
 
     def write(self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -397,7 +367,3 @@ class KVCacheInterceptor(BoundToMemory):
         """Close a staged window without writing its rows to a cache."""
         if self.staging:
             self.buffer.reject()
-
-    def stats(self) -> InterceptorStats:
-        """Return the totals so far. Synchronizes with the device."""
-        return InterceptorStats(self.buffer.stats(), self._direct_windows, self._refused_windows)
