@@ -63,7 +63,7 @@ def test_bits_equal_a_scheme_with_every_state(device, in_pages, chunk):
     kinds = CHUNK_KINDS if chunk else KINDS
     decoding = Decoding(kinds, in_pages=in_pages, chunk=chunk, num_slots=6, device=device)
     before = {name: pages.clone() for name, pages in decoding.pages.items()}
-    decode_at_random(decoding, steps=60, num_requests=4)
+    decode_at_random(decoding, steps=150, num_requests=4)
     for name, pages in decoding.pages.items():  # nothing was written outside states and records
         owned = torch.zeros_like(pages, dtype=torch.bool)
         for tensor in (decoding.caches[name].state, *decoding.caches[name].records):
