@@ -127,8 +127,10 @@ def check(
 @app.command()
 def bench(
     feature: Annotated[
-        Literal["cow", "stage", "draft_graphs", "recurrent", "chunk", "draft_vocabulary"],
-        typer.Argument(help="A mode of the transaction, a form of recurrent states, or a feature of drafters."),
+        str,
+        typer.Argument(
+            help="cow, stage, draft_graphs, recurrent, chunk or draft_vocabulary, or several with + between them."
+        ),
     ],
     arguments: Annotated[
         list[str], typer.Argument(metavar="-- ARGS...", help="The arguments of vllm serve, for both sides.")
@@ -150,7 +152,7 @@ def bench(
     """Measure a feature with your model, arguments and traffic: vanilla vLLM and nwor_ops in turn.
 
     Two servers start with the same arguments, and run the same requests round by round. Example:
-    nwor-ops bench recurrent --requests 1,16 -- MODEL --speculative-config '{"method": "mtp", ...}'
+    nwor-ops bench recurrent+draft_vocabulary --requests 1,16 -- MODEL --speculative-config '{"method": "mtp", ...}'
 
     Exits with 0 if every load was measured, and with 1 if a server or a request fails. Exits with 2 if the command line
     is invalid, with 3 if the feature will be refused, and with 4 if vLLM refuses the arguments. Exits with 5 if the two
@@ -161,7 +163,7 @@ def bench(
 
     with _reporting("bench", json) as report:
         options = command.BenchOptions(
-            feature=feature,
+            feature=command.parse_feature(feature),
             arguments=tuple(arguments),
             output=output,
             requests=command.parse_requests(requests),

@@ -87,7 +87,7 @@ class BenchOptions:
     """The options of the command; see ``nwor-ops bench --help``.
 
     Attributes:
-        feature: a key of ``FEATURES``.
+        feature: a key of ``FEATURES``, or several with ``+`` between them.
         arguments: the arguments of ``vllm serve``, for both sides.
         output: folder for the results.
         client_arguments: more arguments of ``vllm bench serve``.
@@ -105,10 +105,14 @@ class BenchOptions:
     vanilla_environment: Mapping[str, str] = field(default_factory=dict)
     restart: bool = False
 
+    @property
+    def features(self) -> list[Feature]:
+        return [FEATURES[name] for name in self.feature.split("+")]
+
     def settings(self, side: str) -> dict[str, str]:
         """Return the variables that this command sets for a side."""
         if side == OURS:
-            return _ALL_OFF | FEATURES[self.feature].switch
+            return _ALL_OFF | {name: value for one in self.features for name, value in one.switch.items()}
         return {SWITCH: "off"} | dict(self.vanilla_environment)
 
     def environment(self, side: str) -> dict[str, str]:
@@ -118,6 +122,15 @@ class BenchOptions:
 
     def arguments_of(self, side: str) -> list[str]:
         return [*self.arguments, *(self.vanilla_arguments if side == VANILLA else ())]
+
+
+def parse_feature(text: str) -> str:
+    """Check names like ``"recurrent+draft_vocabulary"``. Raises Stopped."""
+    names = text.split("+")
+    switches = [switch for name in names if name in FEATURES for switch in FEATURES[name].switch]
+    if not set(names) <= set(FEATURES) or len(set(switches)) < len(names):
+        raise Stopped(f"FEATURE must be {', '.join(FEATURES)}, or several with + between them, got {text!r}")
+    return text
 
 
 def parse_requests(text: str) -> tuple[int, ...]:
@@ -203,7 +216,7 @@ def prepare(options: BenchOptions) -> Any:
         os.environ.clear()
         os.environ.update(environment)
     for prediction in predictions:
-        if prediction.feature == FEATURES[options.feature].name and not prediction.runs:
+        if prediction.feature in {feature.name for feature in options.features} and not prediction.runs:
             reasons = "; ".join(
                 f"{reason.why} ({reason.change})" if reason.change else reason.why for reason in prediction.reasons
             )
@@ -272,9 +285,11 @@ class Servers:
             raise ServerFailed(f"{title}: {error}{more}") from None
         if side == VANILLA and labels:
             raise ServerFailed(f"{title}: nwor_ops is active there: {labels} (log: {server.log_file})")
-        label, value = FEATURES[self._options.feature].label
-        if side == OURS and labels.get(label) != value:
-            raise ServerFailed(f"{title}: not active in the started engine; its log has the reason: {server.log_file}")
+        for feature in self._options.features if side == OURS else ():
+            if feature.label not in labels.items():
+                raise ServerFailed(
+                    f"{feature.name}: not active in the started engine; its log has the reason: {server.log_file}"
+                )
 
 
 def active_features(server: Server) -> dict[str, str]:
@@ -298,7 +313,7 @@ def _measure(options: BenchOptions, report: Report) -> tuple[dict[str, Any], lis
         client = Client(options.client_arguments, config.model_config, options.output / "client.log")
     servers, plan = Servers(options, memory_arguments(options, config), report), Plan(options, client)
     measure_rounds(options, report, servers, plan)
-    same_drafts = FEATURES[options.feature].same_drafts
+    same_drafts = all(feature.same_drafts for feature in options.features)
     loads = [Load(requests, runs, same_drafts) for requests, runs in plan.runs.items()]
     return _describe(options, config, servers, loads) | {"seconds": round(time.monotonic() - started, 1)}, loads
 

@@ -38,7 +38,7 @@ from nwor_ops.cli.bench_report import (
     print_loads,
     sentence,
 )
-from nwor_ops.cli.report import Report
+from nwor_ops.cli.report import Report, Stopped
 
 STEADY = (1.01, 1.02, 0.99, 1.0, 1.01, 0.98)
 
@@ -148,11 +148,13 @@ def test_sides_differ_in_the_feature_only(tmp_path: pathlib.Path, monkeypatch: p
         "recurrent": NworConfig(recurrent="exact"),
         "chunk": NworConfig(recurrent="chunk"),
         "draft_vocabulary": NworConfig(draft_vocabulary=32768),
+        "recurrent+draft_vocabulary": NworConfig(recurrent="exact", draft_vocabulary=32768),
     }
+    assert wanted.keys() >= bench.FEATURES.keys()
     additional = {"mode": "cow", "draft_graphs": True, "recurrent": True, "draft_vocabulary": 9}
     additional = {"nwor": additional | {"on_unsupported": "vanilla"}}
     vanilla: dict[str, Any] = {"vanilla_arguments": ("--more",), "vanilla_environment": {"B": "2"}}
-    for feature in bench.FEATURES:
+    for feature in wanted:
         options = BenchOptions(feature, ("MODEL",), tmp_path, **vanilla)
         sides = {side: options.environment(side) for side in SIDES}
         assert NworConfig.load(additional, sides[OURS]) == wanted[feature]
@@ -160,6 +162,12 @@ def test_sides_differ_in_the_feature_only(tmp_path: pathlib.Path, monkeypatch: p
         assert {side["A_VARIABLE"] for side in sides.values()} == {"kept"}
         assert (sides[VANILLA]["B"], sides[OURS].get("B")) == ("2", None)
         assert (options.arguments_of(VANILLA), options.arguments_of(OURS)) == (["MODEL", "--more"], ["MODEL"])
+
+
+@pytest.mark.parametrize("feature", ["nothing", "cow+", "cow+stage", "recurrent+chunk", "cow+cow"])
+def test_unknown_or_repeated_features_are_refused(feature: str) -> None:
+    with pytest.raises(Stopped, match=r"FEATURE must be cow, stage, .* or several with"):
+        bench.parse_feature(feature)
 
 
 # ---------------------------------------------------------------- servers

@@ -184,7 +184,7 @@ def test_doctor_finds_changed_vllm(monkeypatch, capsys):
         (("verify", "--minutes", "inf"), "'--minutes'"),
         (("verify", "--device", "tpu"), "'tpu' is not one of 'cpu', 'cuda'"),
         (("verify", "--device", "cpu", "--output", "x" * 300), "File name too long"),
-        (("bench", "mixture", "--", "MODEL"), "'mixture' is not one of 'cow', 'stage'"),
+        (("bench", "mixture", "--", "MODEL"), "FEATURE must be cow, stage"),
         (("bench", "chunk"), "Missing argument"),
         (("bench", "chunk", "--", "./none"), "nwor-ops bench: MODEL: there is no folder ./none"),
         (("bench", "chunk", "--requests", "1,x", "--", "M"), "--requests must be different positive numbers like"),
