@@ -5,12 +5,8 @@
     python tools/next_vllm.py 0.34.0 --diff             # shows the changed code too
 
 The base is by default the newest version that the plugin supports. Wheels are downloaded to build/next-vllm. Their
-files are parsed and never imported. Three kinds of functions are compared, by parameters and by code:
-
-- each :class:`~nwor_ops.vllm.hooks.Hook`;
-- each target of a :class:`~nwor_ops.vllm.hooks.Patch` that is named in a ``put`` call;
-- everything that a file of the plugin imports from vLLM. If it imports a class, the methods are compared that the file
-  names or that a subclass overrides.
+files are parsed and never imported. Each :class:`~nwor_ops.vllm.hooks.Hook` is compared, by parameters and by code, and
+everything that a file of the plugin imports from vLLM. Of a class these are the methods that the file names.
 
 Comments, docstrings, annotations and formatting do not count. Functions that these functions call are not compared.
 """
@@ -36,7 +32,6 @@ from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLUGIN = ROOT / "nwor_ops" / "vllm"
 DOWNLOADS = ROOT / "build" / "next-vllm"
-PUTS = ("put", "put_once", "put_methods")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -75,28 +70,29 @@ class Sources:
 
         There is more than one definition if branches of an ``if`` or overloads define the name.
         """
+        return [one for _, one in self._find(module, name, seen)]
+
+    def _find(self, module: str, name: str, seen: frozenset[tuple[str, str]]) -> list[tuple[str, ast.stmt]]:
+        """Return the definitions, each with its module."""
         if (module, name) in seen or (tree := self.tree(module)) is None:
             return []
         seen |= {(module, name)}
         owner, _, member = name.rpartition(".")
-        if not owner:
-            found = _bound(tree.body, name) or _bound(tree.body, "*")
-            return [step for one in found for step in self._followed(module, name, one, seen)]
-        classes = [one for one in self.find(module, owner) if isinstance(one, ast.ClassDef)]
-        found = [one for one_class in classes for one in _bound(one_class.body, member)]
-        if found or not classes:
-            return found
-        where = self._home(module, owner)
-        bases = [base for one_class in classes for base in map(_dotted, one_class.bases) if base]
-        inherited = (self.find(where, f"{base}.{member}", seen) for base in bases if "." not in base)
-        return next(filter(None, inherited), [])
-
-    def _followed(self, module: str, name: str, one: ast.stmt, seen: frozenset[tuple[str, str]]) -> list[ast.stmt]:
-        if isinstance(one, ast.ImportFrom):
-            return self.find(*self._imported(module, name, one), seen)
-        if isinstance(one, ast.Assign) and isinstance(one.value, ast.Name):  # another name of it
-            return self.find(module, one.value.id, seen) or [one]
-        return [one]
+        if owner:
+            classes = [(at, one) for at, one in self._find(module, owner, seen) if isinstance(one, ast.ClassDef)]
+            own = [(at, found) for at, one in classes for found in _bound(one.body, member)]
+            bases = ((at, base) for at, one in classes for base in map(_dotted, one.bases) if base and "." not in base)
+            inherited = (self._find(at, f"{base}.{member}", seen) for at, base in bases)
+            return own or next(filter(None, inherited), [])
+        found: list[tuple[str, ast.stmt]] = []
+        for one in _bound(tree.body, name) or _bound(tree.body, "*"):
+            if isinstance(one, ast.ImportFrom):
+                found += self._find(*self._imported(module, name, one), seen)
+            elif isinstance(one, ast.Assign) and isinstance(one.value, ast.Name):  # another name of it
+                found += self._find(module, one.value.id, seen) or [(module, one)]
+            else:
+                found.append((module, one))
+        return found
 
     def _imported(self, module: str, name: str, one: ast.ImportFrom) -> tuple[str, str]:
         """Return the module and the name there that an import binds to ``name``."""
@@ -106,14 +102,6 @@ class Sources:
         is_package = f"{module.replace('.', '/')}/__init__.py" in self._texts
         parents = module.split(".")[: None if is_package and one.level == 1 else is_package - one.level]
         return ".".join([*parents, *([one.module] if one.module else [])]), original
-
-    def _home(self, module: str, name: str) -> str:
-        """Return the module that defines a name, if ``module`` may import it."""
-        tree = self.tree(module)
-        for one in _bound(tree.body, name) or _bound(tree.body, "*") if tree is not None else []:
-            if isinstance(one, ast.ImportFrom) and self.find(*(imported := self._imported(module, name, one))):
-                return self._home(*imported)
-        return module
 
 
 def _bound(body: Iterable[ast.stmt], name: str) -> list[ast.stmt]:
@@ -192,8 +180,8 @@ def code(found: list[ast.stmt]) -> str:
 
 @dataclass(frozen=True)
 class Use:
-    """A vLLM name that the plugin needs. ``why`` is "hook", "patch" or "import", and the file of ours for the last two.
-    ``expected`` are the parameters that a hook expects; None for the others."""
+    """A vLLM name that the plugin needs. ``why`` is "hook", or the file that imports it. ``expected`` are the
+    parameters that a hook expects; None for the others."""
 
     module: str
     name: str
@@ -225,105 +213,33 @@ def _hooks_in(value: object) -> Iterator[Hook]:
         yield from _hooks_in(value.hooks)  # type: ignore[attr-defined]
 
 
-def patches(sources: Sources) -> Iterator[Use]:
-    """Yield the targets of ``put`` calls without a hook, in the modules that the plugin patches at import.
-
-    If a call does not name a class, each method of this name is a target, except ``__init__``.
-    """
-    from nwor_ops.vllm.plugin import PATCHES
-
-    hooked = {use.name.rpartition(".")[2] for use in hooks()}
-    for path in sorted(PLUGIN.rglob("*.py")):
-        for owner, name in _put_calls(ast.parse(path.read_text())):
-            if not owner and (name in hooked or name == "__init__"):
-                continue
-            for module in dict.fromkeys(patch.hook.module for patch in PATCHES):
-                tree = sources.tree(module)
-                defined = [one.name for one in tree.body if isinstance(one, ast.ClassDef)] if tree is not None else []
-                targets = [f"{one}.{name}" for one in defined if owner in ("", one)] + [name] * (not owner)
-                yield from (
-                    Use(module, target, f"patch, {path.relative_to(PLUGIN)}")
-                    for target in targets
-                    if _defined_here(sources, module, target)
-                )
-
-
-def _defined_here(sources: Sources, module: str, name: str) -> bool:
-    """Return whether a module itself defines a function, or a method of one of its classes."""
-    return any(
-        isinstance(one, FUNCTIONS) and one in ast.walk(sources.tree(module) or ast.Module([], []))
-        for one in sources.find(module, name)
-    )
-
-
-def _put_calls(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the class (or an empty string) and the attribute of each call of ``put``, ``put_once``, ``put_methods``."""
-    for call in ast.walk(tree):
-        match call:
-            case ast.Call(func=ast.Attribute(attr=put), args=[owner, names, *more]) if put in PUTS:
-                where = names if put != "put_methods" else next(iter(more), names)
-                texts = [one.value for one in ast.walk(where) if isinstance(one, ast.Constant)]
-                match owner:
-                    case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
-                        pass
-                    case _:
-                        name = ""
-                yield from ((name, text) for text in texts if isinstance(text, str))
-
-
 def imports(sources: Sources) -> Iterator[Use]:
-    """Yield what files of the plugin import from vLLM, and the members that they name of it."""
+    """Yield what files of the plugin import from vLLM, with functions of modules and methods that they name."""
     for path in sorted(PLUGIN.rglob("*.py")):
         why, tree = f"import, {path.relative_to(PLUGIN)}", ast.parse(path.read_text())
-        names = _imported_names(tree)
-        for module, original in names.values():
-            if sources.tree(f"{module}.{original}") is None:  # not a module
-                yield Use(module, original, why)
-        for node in ast.walk(tree):
-            match node:
-                case ast.Attribute(attr=member) if (dotted := _dotted(node)) and dotted.split(".")[0] in names:
-                    first, *rest = dotted.split(".")
-                    yield from _member(sources, *names[first], rest, why)
-                case ast.ClassDef(bases=bases, body=body):
-                    members = {one.name for one in body if isinstance(one, FUNCTIONS)}
-                    members |= {
-                        one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and _is_own(one.value)
-                    }
-                    for first, *rest in (dotted.split(".") for dotted in map(_dotted, bases) if dotted):
-                        if first in names:
-                            for member in sorted(members):
-                                yield from _member(sources, *names[first], [*rest, member], why)
+        named = {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute)}
+        named |= {one.name for one in ast.walk(tree) if isinstance(one, FUNCTIONS)}
+        for module, name in _imported_names(tree):
+            if (other := sources.tree(f"{module}.{name}")) is not None:
+                defined = {one.name for one in other.body if isinstance(one, (*FUNCTIONS, ast.ClassDef))}
+                yield from (Use(f"{module}.{name}", one, why) for one in sorted(defined & named))
+            else:
+                yield Use(module, name, why)
+                for method in sorted(named):
+                    if any(isinstance(one, FUNCTIONS) for one in sources.find(module, f"{name}.{method}")):
+                        yield Use(module, f"{name}.{method}", why)
 
 
-def _is_own(value: ast.expr) -> bool:
-    """Return whether an expression is ``self`` or ``super()``."""
-    return (isinstance(value, ast.Name) and value.id == "self") or (
-        isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super"
-    )
-
-
-def _imported_names(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    """Return the module and the original name of each name that a file imports from vLLM."""
+def _imported_names(tree: ast.Module) -> set[tuple[str, str]]:
+    """Return the module and the name there of everything that a file imports from vLLM."""
     handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
     older = {inner for handler in handlers for inner in ast.walk(handler)}  # for a vLLM that lacks the first import
     return {
-        alias.asname or alias.name: (node.module or "", alias.name)
+        (node.module or "", alias.name)
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm" and node not in older
         for alias in node.names
     }
-
-
-def _member(sources: Sources, module: str, name: str, rest: list[str], why: str) -> Iterator[Use]:
-    """Yield the use of ``name.rest`` if ``name`` is a module or a class, and ``rest`` a function or class there."""
-    if sources.tree(f"{module}.{name}") is not None:
-        module, path = f"{module}.{name}", rest
-    else:
-        path = [name, *rest]
-    dotted = ".".join(path[:2])
-    found = sources.find(module, dotted) if path else []
-    if found and isinstance(found[-1], (*FUNCTIONS, ast.ClassDef)):
-        yield Use(module, dotted, why)
 
 
 # ---------------------------------------------------------------- the comparison
@@ -341,7 +257,7 @@ class Change:
 def uses(sources: Sources) -> list[Use]:
     """Return what the plugin uses, in the order of modules in vLLM. ``why`` has all uses of a name."""
     found: dict[tuple[str, str], list[Use]] = collections.defaultdict(list)
-    for use in (*hooks(), *patches(sources), *imports(sources)):
+    for use in (*hooks(), *imports(sources)):
         found[use.module, use.name].append(use)
     return [
         Use(

@@ -1,22 +1,26 @@
-"""Write the tables of docs/reference/support.md, docs/reference/cases.md and docs/compatibility.md.
+"""Write the tables that documents have between marks: ``python tools/support_tables.py``.
 
-They come from ``nwor_ops.vllm.support`` and from shown_cases.py, which names the tests.
-
-python tools/support_tables.py
+They come from ``nwor_ops.vllm.support``, from shown_cases.py, which names the tests, and from ``benchmarks/results``.
+Bytes of recurrent states are computed from the default configurations of transformers and vLLM.
 """
 
 from __future__ import annotations
 
 import collections
+import importlib
 import pathlib
 import re
 import sys
 from collections.abc import Iterable
+from math import prod
+from typing import Any
 
-import made_tables
+import torch
 from shown_cases import CONNECTOR_TESTS, METHODS, PARALLEL_MODES, ConnectorTests, Method, ParallelMode
 
 from nwor_ops.vllm.recurrent.models import MODELS
+from nwor_ops.vllm.recurrent.models.model import Heads
+from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.support.connectors import CONNECTORS
 from nwor_ops.vllm.support.features import (
     DEVICES,
@@ -238,17 +242,82 @@ def vllm_versions() -> str:
     return "\n".join(_row(*row) for row in rows)
 
 
+# ---------------------------------------------------------------- bytes of recurrent states
+
+DRAFTS = 3
+_BAILING = "vllm.transformers_utils.configs.bailing_moe_v3_vl"
+# Model, architecture, module and class of its configuration.
+CONFIGURATIONS = (
+    ("Qwen3-Next", "Qwen3NextForCausalLM", "transformers", "Qwen3NextConfig"),
+    ("Qwen3.5, dense", "Qwen3_5ForCausalLM", "transformers", "Qwen3_5TextConfig"),
+    ("Qwen3.5 with experts", "Qwen3_5MoeForCausalLM", "transformers", "Qwen3_5MoeTextConfig"),
+    ("MiniCPM-V 4.6", "MiniCPMV4_6ForConditionalGeneration", "transformers", "MiniCPMV4_6Config"),
+    ("Qwen3.8-Flash-Next", "Qwen4ExpForCausalLM", "transformers", "Qwen4ExpTextConfig"),
+    ("OLMo hybrid", "OlmoHybridForCausalLM", "transformers", "OlmoHybridConfig"),
+    ("GLM-5.3-Flash", "Glm5NextForCausalLM", "transformers", "Glm5NextTextConfig"),
+    ("Bailing V3", "BailingMoeV3ForCausalLM", _BAILING, "BailingMoeV3TextConfig"),
+)
+
+
+def states_of(config: Any, heads: Heads, state: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of a request in all recurrent layers: with vLLM's states, and with one state and a record."""
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+
+    keys, values, key_width, value_width, is_kda = heads
+    convolution = getattr(config, "linear_conv_kernel_dim", None) or config.short_conv_kernel_size
+    if is_kda:
+        shapes = MambaStateShapeCalculator.kda_state_shape(
+            1, keys, key_width, conv_kernel_size=convolution, num_spec=DRAFTS
+        )
+    else:
+        shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
+            1, keys, values, key_width, value_width, convolution, DRAFTS
+        )
+    rows, matrix = (prod(shape) for shape in shapes)
+    page = rows * torch.bfloat16.itemsize + matrix * state.itemsize
+    record = RecordGeometry(DRAFTS + 1, keys, values, key_width, value_width, torch.bfloat16, is_kda).num_bytes
+    layers = config.layer_types.count("linear_attention")
+    return layers * (DRAFTS + 1) * page, layers * (page + record)
+
+
+def sizes() -> str:
+    """Return the bytes of recurrent states per request and model."""
+    rows = [
+        "| model | configuration | layers | fp32: vLLM | here | bf16: vLLM | here |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, architecture, module, kind in CONFIGURATIONS:
+        config = getattr(importlib.import_module(module), kind)().get_text_config()
+        heads = MODELS[architecture].heads(config)
+        dtypes = (torch.float32,) if heads.per_channel else (torch.float32, torch.bfloat16)
+        cells = [f"{size / 2**20:.1f}" for dtype in dtypes for size in states_of(config, heads, dtype)]
+        cells += ["-"] * (4 - len(cells))
+        layers = config.layer_types.count("linear_attention")
+        rows.append(f"| {name} | `{kind}` | {layers} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 DOCUMENTS = {
     REFERENCE / "support.md": (supported, methods, connectors, parallel, refused),
     REFERENCE / "cases.md": (outcomes,),
     ROOT / "docs" / "compatibility.md": (vllm_versions,),
+    ROOT / "docs" / "guides" / "hybrid-models.md": (sizes,),
 }
 
 
 def filled(document: pathlib.Path, text: str) -> str:
-    """Return the text of a document with its tables between their marks."""
-    tables = {table.__name__: table() for table in DOCUMENTS[document]}
-    return made_tables.filled(document, text, "support_tables.py", tables)
+    """Return the text of a document with its tables between their marks.
+
+    Raises:
+        SystemExit: the text does not have the marks of a table, or has them twice.
+    """
+    for table in DOCUMENTS[document]:
+        first, last = f"<!-- {table.__name__}: made by tools/support_tables.py -->", f"<!-- end of {table.__name__} -->"
+        parts = re.split(f"{re.escape(first)}.*?{re.escape(last)}", text, flags=re.DOTALL)
+        if len(parts) != 2:
+            raise SystemExit(f"{document.name} must have the mark {first!r} once, got {len(parts) - 1}")
+        text = f"{first}\n{table()}\n{last}".join(parts)
+    return text
 
 
 if __name__ == "__main__":

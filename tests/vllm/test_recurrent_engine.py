@@ -471,20 +471,18 @@ def test_ple_reads_only_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None
     assert ours.num_accepted_tokens.tolist() == theirs.num_accepted_tokens.tolist() == [3, 1]
 
 
-def test_the_table_of_sizes_matches_the_models_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_of_the_table_are_those_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
-    import state_sizes
+    import support_tables
 
-    text = state_sizes.DOCUMENT.read_text()
-    assert state_sizes.filled(text) == text
-    config = engine(num_speculative_tokens=state_sizes.DRAFTS)
+    config = engine(num_speculative_tokens=support_tables.DRAFTS)
     sizes = config.model_config.hf_text_config
     sizes.linear_conv_kernel_dim, sizes.layer_types = 4, ["linear_attention", "full_attention", "linear_attention"]
     # Bytes of a layer: the rows of the convolution, the state, and the record.
     page = 2 * 768 * 6 + 4 * 4 * 128 * 64
     record = RecordGeometry.of(config).num_bytes
     heads = models.model_of(config).heads(sizes)
-    assert state_sizes.states_of(sizes, heads, torch.float32) == (2 * 4 * page, 2 * (page + record))
+    assert support_tables.states_of(sizes, heads, torch.float32) == (2 * 4 * page, 2 * (page + record))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
