@@ -15,7 +15,6 @@ def check_transaction(result: dict[str, Any], accepts: bool = True) -> dict[str,
     if session["mode"] == "stage":
         assert audit["exposed_rows"] == 0
         assert audit["moments"] == 2 * audit["steps"]
-        assert audit["committed_rows"] > audit["accepted"]
         for rows in session.get("copied_rows", ()):  # most rows are there from the previous step
             assert rows["copied"] < rows["committed"] / 2, rows
     else:  # what the audit of mode stage searches for exists here

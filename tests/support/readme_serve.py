@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -16,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from metrics_at_rest import metrics_at_rest
 from processes import ROOT
 
 from nwor_ops.config import is_ours
@@ -30,6 +28,7 @@ MAX_TOKENS = 40
 PREFIX_TOKENS = 400
 VOCABULARY = 64
 AT_ONCE = 8
+QUIET_SECONDS = 2.0
 HUNG_UP = 4  # clients of `at_once` that do not wait for their answer
 
 
@@ -122,10 +121,20 @@ class Server(serving.Server):
         connection.close()
 
     def metrics_at_rest(self) -> dict[str, float]:
-        """Return the metrics after all steps. One more request brings the counts of the last one."""
+        """Return the metrics after no request runs and the counters have not changed for two seconds.
+
+        One more request brings the counts of the last step.
+        """
         time.sleep(2 * PERIOD)
         self.complete([3, 4, 5], max_tokens=1)
-        return asyncio.run(metrics_at_rest(lambda: asyncio.to_thread(self.metrics)))
+        last, since = dict[str, float](), time.monotonic()
+        while time.monotonic() - since < QUIET_SECONDS:
+            now = self.metrics()
+            counted = {name: value for name, value in now.items() if name.startswith(("nwor_", "vllm:spec_decode"))}
+            if counted != last or now["vllm:num_requests_running"] or now["vllm:num_requests_waiting"]:
+                last, since = counted, time.monotonic()
+            time.sleep(0.2)
+        return now
 
     def block_tokens(self) -> int:
         """Tokens of a block, as the server reports it."""

@@ -9,6 +9,7 @@ both.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -24,9 +25,8 @@ from packed_rows import write_rows
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.audit.cache import COMMITTED, FREE, AuditError, CacheAudit
-from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
-from nwor_ops.vllm.audit.shadow import StageAudit
+from nwor_ops.vllm.audit.cache import AuditError, CacheAudit
+from nwor_ops.vllm.audit.watch import RecurrentGroup
 from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
 from nwor_ops.vllm.transaction.runners.base import log_bytes
@@ -197,22 +197,11 @@ def test_only_states_of_batch_are_left_out(block: int, byte: int, left_out: bool
 
 
 def test_shadow_pages_and_states_are_left_out_together() -> None:
-    def make(*arguments: Any, **named: Any) -> CacheAudit:
-        return StageAudit(*arguments, shadow_blocks={"0": range(6, 8)}, **named)
-
-    step = Step(make)
+    step = Step(functools.partial(CacheAudit, shadow_blocks={"0": range(6, 8)}))
     step.audit.begin([0, 3], [2], {"0": SLOTS})
-    marked = step.audit._left_out[step.cache.untyped_storage().data_ptr()]
+    [watched] = step.audit._watched.values()
+    marked = watched.left_out
     assert marked.view(BLOCKS, -1).sum(1).tolist() == [STATE, 0, 0, STATE, STATE, 0, 256, 256]
-
-
-def test_block_of_state_holds_no_rows() -> None:
-    step = Step(CacheAudit)
-    step.run(3, 0)
-    assert step.audit.slot_states()["0"][2].tolist() == [COMMITTED, COMMITTED, FREE, FREE]
-    step.rows = [(1, [2])]
-    step.audit.begin([0, 1], [0], {"0": torch.tensor([24])})
-    assert step.audit.slot_states()["0"][2].tolist() == [FREE] * SIZE
 
 
 # ---------------------------------------------------------------- groups and blocks

@@ -34,7 +34,7 @@ from nwor_ops.recurrent.cursors import Cursors, SkippedRequests
 from nwor_ops.vllm.audit.cache import AuditError
 from nwor_ops.vllm.audit.engine import audit_states_alone
 from nwor_ops.vllm.audit.recurrent import StateAudit
-from nwor_ops.vllm.audit.recurrent_groups import states_of
+from nwor_ops.vllm.audit.watch import states_of
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.plugin import _preparing as preparing

@@ -71,7 +71,7 @@ class Engine:
                 "num_accepted_tokens": torch.tensor(accepted_now, dtype=torch.int32),
                 "cu_seqlens": torch.tensor(starts, dtype=torch.int32), "use_qk_l2norm_in_kernel": True,
             }  # fmt: skip
-            self.audit.watched(LayerCall.of_cpu(arguments), functools.partial(kernel, **arguments))
+            self.audit.watched(LayerCall.of_kernel(arguments), functools.partial(kernel, **arguments))
             for request in set(range(REQUESTS)) - set(windows):
                 self.states[name][self.table[request, 0]] *= 0.5
         self.sampled = [self.dice.randint(1, count + 1) for count in drafts]

@@ -1,39 +1,40 @@
 """Audit of the KV cache: compare it, byte for byte, after each step with drafts.
 
-A step is compared in the pages that it writes and in a part of the rest (:mod:`nwor_ops.vllm.audit.watch`). The
-expected bytes come from vLLM itself. The layer's original writer writes this step's keys and values into a copy of the
-cache from before the step, at the slots of prompt, target and accepted tokens only. The audit therefore shares no code
-with what it checks. It neither calls our kernels nor uses our decision which drafts were rejected; it counts vLLM's
-sampled tokens on the host. For a hybrid model, only the recurrent states that the step may change are left out
-(:mod:`nwor_ops.vllm.audit.recurrent_groups`).
+Each storage has an image, the bytes that it must hold. A step is compared in the pages that it writes and in a part of
+the rest (:mod:`nwor_ops.vllm.audit.watch`). The expected bytes come from vLLM itself. The layer's original writer
+writes this step's keys and values into the image of the cache from before the step, at the slots of prompt, target and
+accepted tokens only. The audit therefore shares no code with what it checks. It neither calls our kernels nor uses our
+decision which drafts were rejected; it counts vLLM's sampled tokens on the host. For a hybrid model, only the recurrent
+states that the step may change are left out (:mod:`nwor_ops.vllm.audit.watch`).
 
 The rows that a step writes are recorded on the device, by a copy at each write site into buffers with fixed addresses.
 A CUDA graph captures these copies, so a replay is audited like an eager step.
 
-Mode ``"stage"`` is a subclass that supplies the expected image and more moments of comparison.
+In mode ``"stage"``, no page of a request may hold a rejected row at any time during a step:
+
+- After a window is opened, every draft names a slot of a shadow page of its group.
+- After the forward and again before sampling, the shadow page of a request's first draft holds the committed rows of
+  the page that it replaces. Outside the shadow pages only the rows of tokens that were not redirected have changed.
+- If a layer's writer was never called (a fused kernel or the model wrote the row), the row found in the shadow page is
+  expected after the commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
-from nwor_ops.vllm.audit.watch import REST_BYTES, Pages, WatchedStorage, bytes_of
+from nwor_ops.vllm.audit.watch import REST_BYTES, Pages, RecurrentGroup, WatchedStorage
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.layers.target import TargetLayer, elements, positions, same_place
 
-FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
+FREE, COMMITTED, STALE = 0, 1, 2
 BEFORE_SAMPLING = "before sampling"
-
-# Caches of several layers may lie in one storage, and even share bytes. So an image copies a storage.
-Images = dict[int, torch.UntypedStorage]  # by the address of the storage that each of them copies
-# By layer: key, value, slot of each token (-1: not written), and the further arguments of the layer's writer.
-Records = dict[str, tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]]
 
 
 class AuditError(AssertionError):
@@ -56,8 +57,6 @@ class AuditSummary:
     exposed_rows: int = 0  # slots in pages of requests that held a draft before sampling which was then rejected
     # In mode "stage":
     moments: int = 0  # comparisons after the forward and before sampling
-    committed_rows: int = 0  # rows that commit copied to pages of requests, in all layers; not only those of drafts
-    committed_bytes: int = 0
     tail_rows: int = 0  # committed rows before the first draft that were compared with the copies that attention reads
 
 
@@ -101,7 +100,7 @@ def listed(slots: list[int], slot_mapping: Tensor) -> str:
 
 
 class CacheAudit(StepListener):
-    """Audit one model runner in mode ``"cow"``, or without a transaction.
+    """Audit one model runner, with a transaction in either mode or without one.
 
     Args:
         layers: the target layers.
@@ -111,6 +110,7 @@ class CacheAudit(StepListener):
             is compared.
         recurrent: the groups of recurrent layers of a hybrid model, which do not belong to the transaction.
         rest_bytes: how much each step compares besides the pages that it may write.
+        shadow_blocks: in mode ``"stage"``, the shadow pages of each group, as block numbers.
     """
 
     def __init__(
@@ -120,25 +120,25 @@ class CacheAudit(StepListener):
         others_write: bool = False,
         recurrent: Sequence[RecurrentGroup] = (),
         rest_bytes: int = REST_BYTES,
+        shadow_blocks: Mapping[str, range] | None = None,
     ) -> None:
         self.others_write = others_write
         self._layers = {layer.name: layer for layer in layers}
-        self._layers_in: dict[int, list[TargetLayer]] = {}
-        for layer in layers:
-            self._layers_in.setdefault(layer.kv_cache.untyped_storage().data_ptr(), []).append(layer)
-        self._storages = {address: own[0].kv_cache.untyped_storage() for address, own in self._layers_in.items()}
-        share = rest_bytes // max(1, len(self._storages))
-        self._watched = {address: WatchedStorage(storage, share) for address, storage in self._storages.items()}
+        # Caches of several layers may lie in one storage, and even share bytes.
+        storages = {layer.kv_cache.untyped_storage().data_ptr(): layer.kv_cache.untyped_storage() for layer in layers}
+        share = rest_bytes // max(1, len(storages))
+        self._watched = {address: WatchedStorage(storage, share) for address, storage in storages.items()}
+        self._watched_of = {layer.name: self._watched[layer.kv_cache.untyped_storage().data_ptr()] for layer in layers}
         self._recurrent = recurrent
+        self._shadow_blocks = shadow_blocks or {}
         self._max_num_tokens = max_num_tokens
         self._recorders: dict[str, _Recorder] = {}
         self._step: AuditedStep | None = None
-        # Only watched bytes of an image are valid.
-        self._image = self._new_images()  # the cache before the step, then the expected cache
         self._loading: dict[int, Tensor] = {}  # the watched bytes before a load
-        self._left_out: dict[int, Tensor] = {}  # mask of the bytes that others may change in this step
-        self._marks: dict[int, Tensor] = {}  # a byte for each byte of a storage, zero outside of `_leave_out`
-        self._shadows: dict[int, Tensor] = {}  # 1 for each byte of the shadow pages
+        # The slot of each token of the open window, per group: in a shadow page if the token was redirected.
+        self._redirected: dict[str, Tensor] = {}
+        # The rows at these slots after the forward, by plane, of layers whose own writer was never called.
+        self._forwarded: dict[str, list[Tensor]] | None = None
         self._totals = AuditSummary()
         self._block_sizes = {layer.group: layer.cache.planes[0].view.shape[1] for layer in layers}
         slots = {layer.group: layer.cache.num_slots for layer in layers}
@@ -160,25 +160,18 @@ class CacheAudit(StepListener):
         starts = [int(start) for start in query_start_loc]
         slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
         self._step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots)
+        self._redirected, self._forwarded = {}, None
         recurrent = [group.blocks() for group in self._recurrent]
         written = {group: (own[own >= 0] // self._block_sizes[group]).unique() for group, own in slots.items()}
         owned = None
         if self.others_write and block_tables is not None and seq_lens is not None:
             lens = seq_lens[: len(starts) - 1].tolist()
             owned = {group: self._blocks(group, table, lens) for group, table in block_tables.items()}
-        self._left_out = {}
         for address, watched in self._watched.items():
-            watched.watch(self._pages(address, owned or written, recurrent))
-            watched.write(self._image[address], watched.read())
-            if address in self._shadows:
-                self._leave_out(address, self._shadows[address])
-            if self._recurrent:
-                self._leave_out_states(address, recurrent)
-            if owned is not None:
-                self._leave_out(address, self._pages_not_in(address, owned))
-        self._forget_zeroed_blocks(owned or written)
-        for group, states in self._states.items() if recurrent else ():  # these blocks hold no rows of tokens
-            states.view(-1, self._block_sizes[group])[sorted(set().union(*recurrent))] = FREE
+            states = (group.pages(own, address) for group, own in zip(self._recurrent, recurrent, strict=True))
+            watched.watch(itertools.chain(self._pages(watched, owned or written), *states))
+            watched.expect(watched.read())
+            self._leave_out(address, owned, recurrent)
 
     def loading(self) -> None:
         """Copy the cache before a KV connector loads rows or waits for them."""
@@ -194,10 +187,29 @@ class CacheAudit(StepListener):
         drafts = {group: step.slots_of(group, step.draft_tokens) for group in step.slot_mappings}
         for address, values in before.items():
             watched = self._watched[address]
-            present, expected = watched.read(), watched.read(self._image[address])
+            present = watched.read()
             changed = present != values
-            self._take_slots(address, changed, drafts)
-            watched.write(self._image[address], torch.where(changed, present, expected))
+            self._take_slots(watched, changed, drafts)
+            watched.expect(torch.where(changed, present, watched.read(watched.image)))
+
+    def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
+        """Check that every draft of the window was redirected."""
+        step = self._step
+        for group, own in step.slot_mappings.items() if step is not None and self._shadow_blocks else ():
+            slots = self._redirected[group] = slot_mappings[group][: len(own)].cpu().clone()
+            blocks, size = self._shadow_blocks[group], self._block_sizes[group]
+            must = slots != own
+            must[step.draft_tokens] = True
+            wrong = must & (own >= 0) & ~((slots >= blocks.start * size) & (slots < blocks.stop * size))
+            if wrong.any():
+                raise AuditError(
+                    f"nwor audit, step {self._totals.steps}: group {group}: the slots of these tokens must be in "
+                    f"blocks {blocks.start} to {blocks.stop - 1}: {listed(slots[wrong].tolist(), slots)}"
+                )
+
+    def abandoned(self) -> None:
+        """Expect the rows of this step in the pages of the requests."""
+        self._redirected = {}
 
     def record(
         self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
@@ -214,24 +226,39 @@ class CacheAudit(StepListener):
         recorder.rest = rest
 
     def forwarded(self, moment: str) -> None:
-        """Note which drafts a page of a request holds before sampling."""
+        """Note which drafts a page of a request holds before sampling. In mode ``"stage"``, compare the cache."""
         step = self._step
-        if step is not None and moment == BEFORE_SAMPLING:
-            for group in step.slot_mappings:
-                slots = step.slots_of(group, step.draft_tokens)
-                step.touched[group] = self._changed_slots(group, slots)
+        if step is None:
+            return
+        if moment == BEFORE_SAMPLING:
+            step.touched = {group: self._changed_slots(step, group) for group in step.slot_mappings}
+        if not self._redirected:
+            return
+        for group in step.slot_mappings:
+            own, shadow = self._tails(step, group)
+            for layer in self._layers_of(group):
+                self._compare_tails(step, moment, layer, own, shadow)
+        if self._forwarded is None:
+            self._expect_forward(step)
+        self._totals.moments += 1
+        self._compare(step, moment)
 
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """Compare the cache after the step."""
         step, self._step = self._step, None
+        redirected, self._redirected = self._redirected, {}
         if step is None:
             return
         rejected = self._rejected_tokens(step, None if num_sampled is None else num_sampled())
         slots = {group: step.slots_of(group, rejected) for group in step.slot_mappings}
         self._totals.exposed_rows += sum(len(step.touched[group].intersection(slots[group])) for group in step.touched)
-        self._expect(step, self._image, rejected)
-        stale = self._compare(step, self._image, rejected=slots, undone=undone)
-        self._count_step(step)
+        self._write(step, dict.fromkeys(step.slot_mappings, rejected))
+        if redirected:
+            self._expect_copies(step, rejected, cancelled=num_sampled is None)
+        stale = self._compare(step, rejected=slots, undone=undone)
+        self._totals.steps += 1
+        self._totals.verify_steps += any(step.num_draft_tokens)
+        self._totals.bytes_compared += sum(watched.num_bytes for watched in self._watched.values())
         for group, own in step.slot_mappings.items():
             kept = own.clone()
             kept[rejected] = -1
@@ -241,7 +268,7 @@ class CacheAudit(StepListener):
 
     def drop(self) -> None:
         """Forget the open step. It ends without a result that could be compared."""
-        self._step = None
+        self._step, self._redirected = None, {}
 
     # ------------------------------------------------------------ results
 
@@ -256,32 +283,52 @@ class CacheAudit(StepListener):
 
     # ------------------------------------------------------------ the expected image
 
-    def _expect(self, step: AuditedStep, image: Images, rejected: list[int]) -> None:
-        """Turn the image from before the step into the expected image after it."""
-        self._write(image, self._records(step), dict.fromkeys(step.slot_mappings, rejected))
-
-    def _records(self, step: AuditedStep) -> Records:
-        """Return the rows that the layers wrote in this step, each at its token's own slot."""
-        records: Records = {}
-        for name, recorder in self._recorders.items():
-            own = step.slot_mappings[self._layers[name].group]
-            tokens = slice(len(own))
-            slots = own.to(recorder.key.device, copy=True).masked_fill_(recorder.slot_mapping[tokens] < 0, -1)
-            records[name] = recorder.key[tokens], recorder.value[tokens], slots, recorder.rest
-        return records
-
-    def _write(self, images: Images, records: Records, without: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Write recorded rows to images of the cache by vLLM's own writers.
+    def _write(self, step: AuditedStep, without: Mapping[str, Sequence[int]]) -> None:
+        """Write the recorded rows to the image by vLLM's own writers, each at its token's own slot.
 
         ``without`` lists tokens of each group that are not written.
         """
-        for name, (key, value, slots, rest) in records.items():
+        for name, recorder in self._recorders.items():
             layer = self._layers[name]
-            if without is not None:
-                slots = slots.clone()
-                slots[list(without[layer.group])] = -1
-            image = images[layer.kv_cache.untyped_storage().data_ptr()]
-            layer.own_writer(key, value, same_place(layer.kv_cache, image), slots, *rest)
+            own = step.slot_mappings[layer.group]
+            tokens = slice(len(own))
+            slots = own.to(recorder.key.device, copy=True).masked_fill_(recorder.slot_mapping[tokens] < 0, -1)
+            slots[list(without[layer.group])] = -1
+            image = same_place(layer.kv_cache, self._watched_of[name].image)
+            layer.own_writer(recorder.key[tokens], recorder.value[tokens], image, slots, *recorder.rest)
+
+    def _expect_forward(self, step: AuditedStep) -> None:
+        """Expect only the rows of tokens that were not redirected. Keep the other rows of layers without records."""
+        self._forwarded = {}
+        moved = {group: self._redirected[group] != own for group, own in step.slot_mappings.items()}
+        self._write(step, {group: mask.nonzero().flatten().tolist() for group, mask in moved.items()})
+        for layer in (layer for name, layer in self._layers.items() if name not in self._recorders):
+            own = step.slot_mappings[layer.group].masked_fill(moved[layer.group], -1)
+            self._write_rows(layer, own, self._rows_of(layer, own))
+            self._forwarded[layer.name] = self._rows_of(layer, self._redirected[layer.group])
+
+    def _expect_copies(self, step: AuditedStep, rejected: list[int], cancelled: bool) -> None:
+        """Expect the rows that the end of a window copied from shadow pages, in layers without records."""
+        for layer in self._layers.values():
+            own = step.slot_mappings[layer.group].clone()
+            own[rejected] = -1
+            if self._forwarded is not None and layer.name in self._forwarded:
+                self._write_rows(layer, own, self._forwarded[layer.name])
+            if cancelled:  # cancel copied what the shadow page held where the layer did not write: it may be anything
+                if layer.name in self._recorders:
+                    own[self._recorders[layer.name].slot_mapping[: len(own)].cpu() >= 0] = -1
+                self._write_rows(layer, own, self._rows_of(layer, own))
+
+    def _rows_of(self, layer: TargetLayer, slots: Tensor) -> list[Tensor]:
+        """Return the rows of a layer at some slots, by plane. Those of negative slots are arbitrary."""
+        storage = self._watched_of[layer.name].storage
+        return [elements(storage, plane)[positions(plane, slots.clamp(min=0))] for plane in layer.cache.planes]
+
+    def _write_rows(self, layer: TargetLayer, slots: Tensor, rows: list[Tensor]) -> None:
+        """Write rows of a layer to the image. Those of negative slots are skipped."""
+        image, kept = self._watched_of[layer.name].image, slots >= 0
+        for plane, values in zip(layer.cache.planes, rows, strict=True):
+            elements(image, plane)[positions(plane, slots[kept])] = values[kept.to(values.device)]
 
     def _rejected_tokens(self, step: AuditedStep, num_sampled: list[int] | None) -> list[int]:
         """Return and count the rejected draft tokens. None: the step sampled nothing."""
@@ -299,16 +346,14 @@ class CacheAudit(StepListener):
     def _compare(
         self,
         step: AuditedStep,
-        images: Images,
         moment: str = "",
         rejected: Mapping[str, list[int]] | None = None,
         undone: bool = True,
     ) -> dict[str, set[int]]:
-        """Compare the cache with the expected images.
+        """Compare the cache with its image.
 
         Args:
             step: the step, for messages.
-            images: the expected images.
             moment: when this is, for messages.
             rejected: slots of rejected drafts by group.
             undone: whether these slots must hold the expected bytes too.
@@ -318,55 +363,76 @@ class CacheAudit(StepListener):
         """
         rejected = rejected or {}
         stale: dict[str, set[int]] = {group: set() for group in rejected}
-        for address, watched in self._watched.items():
-            wrong = watched.differences(images[address])
+        for watched in self._watched.values():
+            wrong = watched.differences()
             if wrong is None:
                 continue
-            if (left_out := self._left_out.get(address)) is not None:
-                wrong &= ~left_out
-            if not wrong.any():
-                continue
-            for group, slots in self._take_slots(address, wrong, rejected).items():
+            for group, slots in self._take_slots(watched, wrong, rejected).items():
                 stale[group] |= slots
             if undone or wrong.any():
-                raise AuditError(self._complaint(step, address, wrong, stale if undone else {}, moment))
+                raise AuditError(self._complaint(step, watched, wrong, stale if undone else {}, moment))
         return stale
 
-    def _take_slots(self, address: int, mask: Tensor, slots: Mapping[str, list[int]]) -> dict[str, set[int]]:
+    def _take_slots(self, watched: WatchedStorage, mask: Tensor, slots: Mapping[str, list[int]]) -> dict[str, set[int]]:
         """Clear the bytes of some slots in a mask of a storage, and return the slots that had a byte, by group."""
         marked: dict[str, set[int]] = {group: set() for group in slots}
-        layers = [layer for layer in self._layers_in[address] if slots.get(layer.group)]
+        layers = [layer for layer in self._layers_in(watched) if slots.get(layer.group)]
         for layer in layers:
-            marked[layer.group] |= self._marked_slots(layer, address, mask, slots[layer.group])
+            marked[layer.group] |= self._marked_slots(layer, mask, slots[layer.group])
         for layer in layers:
             for plane in layer.cache.planes:
-                self._watched[address].clear_rows(mask, plane, slots[layer.group])
+                watched.clear_rows(mask, plane, slots[layer.group])
         return marked
 
-    def _marked_slots(self, layer: TargetLayer, address: int, mask: Tensor, slots: Sequence[int]) -> set[int]:
+    def _marked_slots(self, layer: TargetLayer, mask: Tensor, slots: Sequence[int]) -> set[int]:
         """Return the slots of a layer that have a byte in a mask of its storage."""
-        values = [self._watched[address].row_values(mask, plane, slots) for plane in layer.cache.planes]
+        watched = self._watched_of[layer.name]
+        values = [watched.row_values(mask, plane, slots) for plane in layer.cache.planes]
         return set(torch.tensor(slots, device="cpu")[torch.stack(values).any(0).cpu()].tolist())
 
-    def _changed_slots(self, group: str, slots: Sequence[int]) -> set[int]:
-        """Return the slots of a group whose rows differ from the image."""
-        numbers = torch.tensor(slots, dtype=torch.int64, device="cpu")
+    def _changed_slots(self, step: AuditedStep, group: str) -> set[int]:
+        """Return the slots of drafts whose rows differ from the image."""
+        slots = torch.tensor(step.slots_of(group, step.draft_tokens), dtype=torch.int64, device="cpu")
         differ = torch.zeros(len(slots), dtype=torch.bool, device="cpu")
         for layer in self._layers_of(group):
-            address = layer.kv_cache.untyped_storage().data_ptr()
+            watched = self._watched_of[layer.name]
             for plane in layer.cache.planes:
-                place = positions(plane, numbers)
-                rows, expected = (elements(one[address], plane)[place] for one in (self._storages, self._image))
+                indices = positions(plane, slots)
+                rows, expected = (elements(one, plane)[indices] for one in (watched.storage, watched.image))
                 differ |= (rows != expected).flatten(1).any(1).cpu()
-        return set(numbers[differ].tolist())
+        return set(slots[differ].tolist())
 
-    def _count_step(self, step: AuditedStep) -> None:
-        self._totals.steps += 1
-        self._totals.verify_steps += any(step.num_draft_tokens)
-        self._totals.bytes_compared += sum(watched.num_bytes for watched in self._watched.values())
+    def _tails(self, step: AuditedStep, group: str) -> tuple[Tensor, Tensor]:
+        """Return the slots from the start of each redirected request's tail page to its first redirected token.
+
+        There are two tensors: the request's own slots, and the slots of the shadow page that replaces its tail page.
+        """
+        own, shadow, size = step.slot_mappings[group], self._redirected[group], self._block_sizes[group]
+        tails = [(own[:0], own[:0])]
+        for start, end in itertools.pairwise(step.query_start_loc):
+            moved = torch.nonzero(shadow[start:end] != own[start:end])
+            if len(moved) > 0:
+                token = start + int(moved[0])
+                rows = torch.arange(-int(own[token] % size), 0, device=own.device)
+                tails.append((own[token] + rows, shadow[token] + rows))
+        some, others = zip(*tails, strict=True)
+        return torch.cat(some), torch.cat(others)
+
+    def _compare_tails(self, step: AuditedStep, moment: str, layer: TargetLayer, own: Tensor, shadow: Tensor) -> None:
+        self._totals.tail_rows += len(own)
+        pairs = zip(self._rows_of(layer, own), self._rows_of(layer, shadow), strict=True)
+        differ = torch.stack([(rows != copies).flatten(1).any(1) for rows, copies in pairs]).any(0).cpu()
+        if differ.any():
+            wrong = zip(own[differ].tolist(), shadow[differ].tolist(), strict=True)
+            slots = ", ".join(f"{slot} (found at {other})" for slot, other in itertools.islice(wrong, 8))
+            raise AuditError(
+                f"{moment}, nwor audit, step {self._totals.steps}: in layer {layer.name} attention read other rows "
+                f"than the committed ones of {int(differ.sum())} slots: {slots}; query_start_loc "
+                f"{step.query_start_loc}, drafts {step.num_draft_tokens}"
+            )
 
     def _complaint(
-        self, step: AuditedStep, address: int, wrong: Tensor, stale: Mapping[str, set[int]], moment: str
+        self, step: AuditedStep, watched: WatchedStorage, wrong: Tensor, stale: Mapping[str, set[int]], moment: str
     ) -> str:
         text = f"{moment}{', ' if moment else ''}nwor audit, step {self._totals.steps}:"
         for group, slots in stale.items():
@@ -375,13 +441,13 @@ class CacheAudit(StepListener):
                 text += f" rejected drafts of group {group} left their rows in slots {tokens};"
         if wrong.any():
             text += f" {int(wrong.sum())} bytes differ from the expected ones"
-            for layer in self._layers_in[address]:
+            for layer in self._layers_in(watched):
                 own = step.slot_mappings[layer.group]
-                if slots := self._marked_slots(layer, address, wrong, own[own >= 0].tolist()):
+                if slots := self._marked_slots(layer, wrong, own[own >= 0].tolist()):
                     text += f", in layer {layer.name} slots {listed(sorted(slots), own)}"
-            view = self._layers_in[address][0].cache.planes[0].view
+            view = next(self._layers_in(watched)).cache.planes[0].view
             size = view.stride(0) * view.element_size()
-            offsets = self._watched[address].offsets(wrong) - int(view.storage_offset()) * view.element_size()
+            offsets = watched.offsets(wrong) - int(view.storage_offset()) * view.element_size()
             blocks, within = (offsets // size).unique().tolist(), offsets % size
             text += (
                 f", in blocks {blocks[:8]}{' and others' if len(blocks) > 8 else ''}, bytes {int(within.min())} to "
@@ -391,12 +457,25 @@ class CacheAudit(StepListener):
 
     # ------------------------------------------------------------ bytes that are compared, and those that are not
 
-    def _pages(self, address: int, blocks: Mapping[str, Tensor], recurrent: Sequence[set[int]] = ()) -> Iterable[Pages]:
-        """Return the pages in a storage of these blocks by group, and of these blocks of states."""
-        for layer in self._layers_in[address]:
-            yield from (Pages(plane.view, blocks[layer.group]) for plane in layer.cache.planes)
-        for group, own in zip(self._recurrent, recurrent, strict=False):
-            yield from group.pages(own, address)
+    def _leave_out(self, address: int, owned: Mapping[str, Tensor] | None, recurrent: Sequence[set[int]]) -> None:
+        """Do not compare what others may change: bytes outside of ``owned``, states of this step, and shadow pages."""
+        watched = self._watched[address]
+        if owned is None and not self._recurrent and not self._shadow_blocks:
+            return
+        marks = watched.marked(int(owned is not None))
+        for pages in self._pages(watched, owned or {}):
+            pages.mark(marks, 0)
+        for group, blocks in zip(self._recurrent, recurrent, strict=True):
+            self._totals.recurrent_bytes += group.mark(blocks, marks, address)
+        shadow = {group: torch.tensor(blocks, device="cpu") for group, blocks in self._shadow_blocks.items()}
+        for pages in self._pages(watched, shadow):
+            pages.mark(marks, 1)
+        watched.left_out = watched.read(marks.untyped_storage()) != 0
+
+    def _pages(self, watched: WatchedStorage, blocks: Mapping[str, Tensor]) -> Iterable[Pages]:
+        """Return the pages in a storage of these blocks, by group."""
+        layers = [layer for layer in self._layers_in(watched) if layer.group in blocks]
+        return (Pages(plane.view, blocks[layer.group]) for layer in layers for plane in layer.cache.planes)
 
     def _blocks(self, group: str, table: Tensor, seq_lens: list[int]) -> Tensor:
         """Return the blocks of the requests in a block table, by their lengths."""
@@ -404,49 +483,8 @@ class CacheAudit(StepListener):
         size = self._block_sizes[group]
         return torch.cat([row[: -(-length // size)] for row, length in zip(rows, seq_lens, strict=True)]).long()
 
-    def _leave_out(self, address: int, marks: Tensor) -> None:
-        """Do not compare the marked bytes of a storage in this step, besides those that are left out already."""
-        mask, known = self._watched[address].read(marks.untyped_storage()) != 0, self._left_out.get(address)
-        self._left_out[address] = mask if known is None else known | mask
-
-    def _leave_out_states(self, address: int, blocks: Sequence[set[int]]) -> None:
-        """Do not compare the recurrent states that this step may change."""
-        marks = self._cleared_marks(address)
-        for group, own in zip(self._recurrent, blocks, strict=True):
-            self._totals.recurrent_bytes += group.mark(own, marks, address)
-        self._leave_out(address, marks)
-
-    def _pages_not_in(self, address: int, blocks: Mapping[str, Tensor]) -> Tensor:
-        """Return marks of the watched bytes of a storage that lie in no block of a layer, by group."""
-        marks, watched = self._cleared_marks(address), self._watched[address]
-        watched.write(marks.untyped_storage(), torch.ones_like(watched.read()))
-        for pages in self._pages(address, blocks):
-            pages.mark(marks, 0)
-        return marks
-
-    def _cleared_marks(self, address: int) -> Tensor:
-        """Return marks of a storage. Those that this step watches are zero."""
-        watched, storage = self._watched[address], self._storages[address]
-        if address not in self._marks:
-            self._marks[address] = torch.zeros(storage.nbytes(), dtype=torch.uint8, device=storage.device)
-        watched.write(self._marks[address].untyped_storage(), torch.zeros_like(watched.read()))
-        return self._marks[address]
-
-    def _forget_zeroed_blocks(self, blocks: Mapping[str, Tensor]) -> None:
-        """Mark zeroed blocks as FREE: vLLM zeroes a block before it gives it to a new request."""
-        for layer in {layer.group: layer for layer in self._layers.values()}.values():
-            own = blocks[layer.group]
-            zeroed = (layer.kv_cache[own.to(layer.kv_cache.device)] == 0).flatten(1).all(-1).cpu()
-            self._states[layer.group].view(-1, self._block_sizes[layer.group])[own[zeroed]] = FREE
-
-    # ------------------------------------------------------------ images
-
     def _layers_of(self, group: str) -> Iterable[TargetLayer]:
         return (layer for layer in self._layers.values() if layer.group == group)
 
-    def _new_images(self) -> Images:
-        return {address: torch.empty_like(bytes_of(own)).untyped_storage() for address, own in self._storages.items()}
-
-    def _copy_images(self, source: Images, target: Images) -> None:
-        for address, watched in self._watched.items():
-            watched.write(target[address], watched.read(source[address]))
+    def _layers_in(self, watched: WatchedStorage) -> Iterator[TargetLayer]:
+        return (layer for layer in self._layers.values() if self._watched_of[layer.name] is watched)

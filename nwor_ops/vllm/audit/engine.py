@@ -9,9 +9,8 @@ from typing import Any
 
 from nwor_ops.vllm.audit.cache import CacheAudit
 from nwor_ops.vllm.audit.recurrent import StateAudit
-from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup, states_of
-from nwor_ops.vllm.audit.shadow import StageAudit
 from nwor_ops.vllm.audit.vllm_states import VllmStateAudit, audit_states
+from nwor_ops.vllm.audit.watch import RecurrentGroup, states_of
 from nwor_ops.vllm.recurrent.plugin import recurrent_engine_of
 from nwor_ops.vllm.transaction.runners.base import RunnerAttachment
 from nwor_ops.vllm.transaction.session import Session
@@ -22,11 +21,10 @@ _not_audited: weakref.WeakKeyDictionary[Session, str] = weakref.WeakKeyDictionar
 
 def audit_cache(session: Session, others_write: bool = False, recurrent: Sequence[RecurrentGroup] = ()) -> CacheAudit:
     """Subscribe the audit of a session's mode. The other arguments are those of :class:`CacheAudit`."""
-    layers, tokens = list(session.layers.values()), session.max_num_tokens
-    audit = CacheAudit(layers, tokens, others_write, recurrent)
+    layers, shadow = list(session.layers.values()), None
     if session.shadow_blocks is not None:
         shadow = {layer.group: session.shadow_blocks.of_group(int(layer.group)) for layer in layers}
-        audit = StageAudit(layers, tokens, shadow, others_write, recurrent)
+    audit = CacheAudit(layers, session.max_num_tokens, others_write, recurrent, shadow_blocks=shadow)
     session.subscribe(audit)
     return audit
 

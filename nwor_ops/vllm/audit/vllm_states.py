@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nwor_ops.vllm.audit.cache import AuditError
-from nwor_ops.vllm.audit.recurrent_groups import RecurrentGroup
+from nwor_ops.vllm.audit.watch import RecurrentGroup
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.step_listener import StepListener
 
@@ -170,54 +170,31 @@ class _Window:
 
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
-    """The arguments of a layer's kernel, the same for all kernels.
-
-    Attributes:
-        A_log, dt_bias: parameters of the decays.
-        a, b: inputs of the decays and of the rates, ``[tokens, value heads]``.
-        k, v: keys and values, ``[tokens, heads, width]``.
-        states: a view of the cache, ``[blocks, value heads, dk, dv]``.
-        blocks: blocks of each request, ``[requests, K + 1]``. The kernel may have more rows than requests.
-        num_kept: number of tokens of each request's last window that stay.
-        starts: first token of each request, and the end of the last one.
-        normalize: whether the kernel divides keys by their norm.
-    """
+    """The arguments of a layer's kernel, the same for all kernels."""
 
     A_log: Tensor
     dt_bias: Tensor
-    a: Tensor
+    a: Tensor  # inputs of the decays and of the rates, [tokens, value heads]
     b: Tensor
-    k: Tensor
+    k: Tensor  # [tokens, heads, width]
     v: Tensor
-    states: Tensor
-    blocks: Tensor
-    num_kept: Tensor
-    starts: Tensor
-    normalize: bool = True
+    states: Tensor  # a view of the cache, [blocks, value heads, dk, dv]
+    blocks: Tensor  # of each request, [requests, K + 1]; the kernel may have more rows than requests
+    num_kept: Tensor  # tokens of each request's last window that stay
+    starts: Tensor  # first token of each request, and the end of the last one
+    normalize: bool = True  # whether the kernel divides keys by their norm
 
     @classmethod
-    def of_cpu(cls, arguments: Mapping[str, Any]) -> LayerCall:
-        """Return the call with these arguments of the CPU kernel."""
-        shared = {name: arguments[name] for name in ("A_log", "dt_bias", "a", "b", "k", "v")}
+    def of_kernel(cls, arguments: Mapping[str, Any]) -> LayerCall:
+        """Return the call with these arguments of the CPU kernel, or of the Triton kernel, whose states are
+        ``[blocks, heads, dv, dk]``."""
+        is_cpu = "initial_state_source" in arguments
         return cls(
-            **shared,
-            states=arguments["initial_state_source"],
-            blocks=arguments["spec_state_indices"],
-            num_kept=arguments["num_accepted_tokens"],
-            starts=arguments["cu_seqlens"],
-            normalize=arguments["use_qk_l2norm_in_kernel"],
-        )
-
-    @classmethod
-    def of_triton(cls, arguments: Mapping[str, Any]) -> LayerCall:
-        """Return the call with these arguments of the Triton kernel. Its states are ``[blocks, heads, dv, dk]``."""
-        shared = {name: arguments[name] for name in ("A_log", "dt_bias", "a", "b")}
-        return cls(
-            **shared,
-            k=arguments["k"][0],
-            v=arguments["v"][0],
-            states=arguments["initial_state"].mT,
-            blocks=arguments["ssm_state_indices"],
+            **{name: arguments[name] for name in ("A_log", "dt_bias", "a", "b")},
+            k=arguments["k"] if is_cpu else arguments["k"][0],
+            v=arguments["v"] if is_cpu else arguments["v"][0],
+            states=arguments["initial_state_source"] if is_cpu else arguments["initial_state"].mT,
+            blocks=arguments["spec_state_indices" if is_cpu else "ssm_state_indices"],
             num_kept=arguments["num_accepted_tokens"],
             starts=arguments["cu_seqlens"],
             normalize=arguments["use_qk_l2norm_in_kernel"],
@@ -297,10 +274,9 @@ def _watch_cpu_kernel() -> bool:
     """Patch the kernel of the CPU engine. Return whether this vLLM has it."""
     import vllm._custom_ops as kernels
 
-    if not hasattr(kernels, KERNEL):
-        return False
-    _patches.put_once(kernels, KERNEL, _watching(LayerCall.of_cpu))
-    return True
+    if hasattr(kernels, KERNEL):
+        _patches.put_once(kernels, KERNEL, _watching)
+    return hasattr(kernels, KERNEL)
 
 
 def watch_cuda_kernels() -> bool:
@@ -308,25 +284,22 @@ def watch_cuda_kernels() -> bool:
     module = sys.modules.get(_CUDA_MODULE)
     if module is None or not hasattr(module, TRITON_KERNEL):
         return False
-    _patches.put_once(module, TRITON_KERNEL, _watching(LayerCall.of_triton))
+    _patches.put_once(module, TRITON_KERNEL, _watching)
     layer = getattr(module, "QwenGatedDeltaNetAttention", None)
     _patches.put_once(layer, NORM_METHOD, _watching_norm)
     return True
 
 
-def _watching(call_of: Callable[[Mapping[str, Any]], LayerCall]) -> Callable[..., Callable[..., Any]]:
+def _watching(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return a patch of a kernel that vLLM calls by keyword. Calls without drafts are not watched."""
 
-    def decorator(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **arguments: Any) -> Any:
-            audit = _audits.get(arguments["A_log"].data_ptr()) if "A_log" in arguments else None
-            if audit is None or arguments.get("num_accepted_tokens") is None:
-                return compute(*args, **arguments)
-            return audit.watched(call_of(arguments), lambda: compute(*args, **arguments))
+    def watched(*args: Any, **arguments: Any) -> Any:
+        audit = _audits.get(arguments["A_log"].data_ptr()) if "A_log" in arguments else None
+        if audit is None or arguments.get("num_accepted_tokens") is None:
+            return compute(*args, **arguments)
+        return audit.watched(LayerCall.of_kernel(arguments), lambda: compute(*args, **arguments))
 
-        return watched
-
-    return decorator
+    return watched
 
 
 def _watching_norm(compute: Callable[..., Any]) -> Callable[..., Any]:
