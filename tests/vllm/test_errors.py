@@ -1,8 +1,7 @@
 """The behaviour of an engine after an error of this package: rows of the table in docs/operate.md, on real engines.
 
-``test_serve.py`` has a server. Draft graphs and recurrent states need CUDA:
-``tests/gpu/vllm/test_errors_gpu.py``. The tests of those features on the CPU are in ``test_draft_graphs.py`` and
-``test_recurrent_engine.py``.
+Draft graphs and recurrent states need CUDA: ``tests/gpu/vllm/test_errors_gpu.py``. Their tests on the CPU are in
+``test_draft_graphs.py`` and ``test_recurrent_engine.py``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""A real server of vLLM's CPU engine: counters on its ``/metrics``, and what it does after errors of this package.
-
-``test_errors.py`` has more errors, in engines of a test's process.
-"""
+"""A real server of vLLM's CPU engine: counters on its ``/metrics``."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import time
@@ -21,7 +17,6 @@ from agreement import check_agreement
 from engines import NGRAM, Engines, prompts
 from processes import environment
 from prometheus import ALERTS, dashboard_expressions, promtool, scraping
-from readme_serve import MAX_TOKENS
 from tiny_serve import Server, running
 
 import nwor_ops
@@ -29,26 +24,24 @@ from nwor_ops.vllm.metrics.names import METRICS
 from nwor_ops.vllm.metrics.publisher import PERIOD
 
 K = NGRAM["num_speculative_tokens"]
-PATIENCE_SECONDS = 60.0
-SAID = "nwor: {} failed: planted in {}; the engine goes on"
 
 
 class PlantedServer(Server):
-    """A server with our plugin and with planted_server.py, whose files are in ``planted``. It rejects environment
-    variables that vLLM does not know."""
+    """A server with our plugin and with planted_server.py, which plants counts while the file ``planted`` exists. It
+    rejects environment variables that vLLM does not know."""
 
-    def __init__(self, folder: Path, mode: str) -> None:
+    def __init__(self, folder: Path) -> None:
         planted_server.install(folder / "plugin")
-        variables = {"VLLM_NWOR_MODE": mode, planted_server.FOLDER_VARIABLE: str(folder)}
+        self.planted = folder / "planted"
+        variables = {"VLLM_NWOR_MODE": "cow", planted_server.VARIABLE: str(self.planted)}
         variables["PYTHONPATH"] = environment(folder / "plugin")["PYTHONPATH"]
         super().__init__(variables, "--fail-on-environ-validation")
-        self.planted = folder
 
 
 @pytest.fixture(scope="module")
 def server(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlantedServer]:
-    """Start one server for all tests. The last one ends it."""
-    started = PlantedServer(tmp_path_factory.mktemp("planted"), "cow")
+    """Start one server for all tests."""
+    started = PlantedServer(tmp_path_factory.mktemp("planted"))
     with running(started):
         yield started
 
@@ -173,9 +166,9 @@ def test_promtool_accepts_our_metrics(server: Server) -> None:
 
 
 def test_dashboard_and_alerts_have_data(server: PlantedServer, tmp_path: Path) -> None:
-    """Prometheus scrapes the server. Later tests see the counts that are then added in each step, because this engine
-    cannot make them: passes of a drafter, steps with one state, steps without the transaction."""
-    (server.planted / planted_server.COUNT).touch()
+    """Prometheus scrapes the server. Each step adds counts that this engine cannot make: passes of a drafter, steps with
+    one state, steps without the transaction. So this is the last test of the server."""
+    server.planted.touch()
     numbers = itertools.count(1)
     with scraping(tmp_path, server.port) as prometheus:
         for number in range(4):
@@ -197,82 +190,3 @@ def test_dashboard_and_alerts_have_data(server: PlantedServer, tmp_path: Path) -
         firing = prometheus.query("count by (job, instance) (vllm:generation_tokens_total > 0) unless "
                                   "count by (job, instance) (nwor_info)")  # fmt: skip
         assert firing == []
-
-
-# ---------------------------------------------------------------- errors of this package
-
-
-def test_server_goes_on_after_errors(server: PlantedServer, engines: Engines) -> None:
-    """It is healthy, its tokens are vanilla's, and its counters and log say what happened. After a step of vLLM that
-    failed, vLLM ends the server, and its log has the error of the step."""
-    check_errors(server, "cow", engines)
-
-
-@pytest.mark.nightly
-def test_errors_in_mode_stage(engines: Engines, tmp_path: Path) -> None:
-    server = PlantedServer(tmp_path, "stage")
-    with running(server):
-        check_errors(server, "stage", engines)
-
-
-def check_errors(server: PlantedServer, mode: str, engines: Engines) -> None:
-    asked = prompts(6)
-    vanilla = engines.start(asked, max_tokens=MAX_TOKENS)
-    errors, interrupted = (server.planted / name for name in (planted_server.ERRORS, planted_server.INTERRUPTED))
-    windows = server.metrics().get("nwor_windows_total", 0.0)
-    errors.touch()
-    while_they_last = answers(server, asked)
-    server.get("/health")
-    errors.unlink()
-    assert [while_they_last, answers(server, asked)] == 2 * [vanilla.result()["tokens"]]
-    check_counts(server, mode, windows)
-    server.get("/health")
-    interrupted.touch()
-    with pytest.raises(OSError, match=r"HTTP Error 50[03]|Connection reset|closed connection"):
-        server.complete(asked[0])
-    check_it_ends(server)
-
-
-def answers(server: Server, asked: list[list[int]]) -> list[list[int]]:
-    with ThreadPoolExecutor(len(asked)) as pool:
-        return list(pool.map(server.complete, asked))
-
-
-def check_counts(server: PlantedServer, mode: str, windows: float) -> None:
-    """The counters are those of the planted errors, and nothing keeps one.
-
-    Args:
-        windows: number of windows before the first error.
-    """
-    totals = server.metrics_at_rest()
-    found = planted_server.found(server.planted)
-    planted = found["planted"]
-    assert found["alive"] == 0
-    assert set(planted) == {"begin failed", "commit failed", "sending counters failed"} | (
-        {"write failed"} if mode == "cow" else set()
-    )
-    of_steps = {reason: number for reason, number in planted.items() if "counters" not in reason}
-    samples = server.scrape()
-    for metric, expected in (("nwor_errors_total", planted), ("nwor_vanilla_steps_total", of_steps)):
-        counted = {dict(labels)["reason"]: value for labels, value in samples[metric].items()}
-        counted.pop(planted_server.REASON, None)
-        assert counted == expected
-    assert totals["nwor_abandoned_windows_total"] == sum(of_steps.values()) - of_steps["begin failed"]
-    assert totals["nwor_windows_total"] - windows > sum(of_steps.values())
-    for reason in of_steps:
-        what = reason.removesuffix(" failed")
-        methods = ("write", "log") if what == "write" else (what,)  # log: vLLM's writer is used, as with AMX
-        assert sum(server.log.count(SAID.format(what, method)) for method in methods) == 1, reason
-
-
-def check_it_ends(server: Server) -> None:
-    """vLLM says that it is not healthy, or no longer listens; then it ends."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while server.alive():
-        assert time.monotonic() < deadline
-        with contextlib.suppress(OSError):
-            server.get("/health")
-            pytest.fail("a server whose engine has ended is healthy")
-        time.sleep(0.1)
-    assert SAID.format("cancel", "cancel") in server.log
-    assert "planted in forward" in server.log
