@@ -193,13 +193,13 @@ class Patches:
         if not patch.is_repeated:
             self._apply(patch)
 
-    def put_methods(self, owner: Any, ours: Any, names: Iterable[str], signature: str | None = None) -> None:
+    def put_methods(self, owner: Any, ours: Any, names: Iterable[str]) -> None:
         """Patch methods of an object so that they call the methods of the same name of ``ours``.
 
         Those receive the original first, and then the arguments of the call.
         """
         for name in names:
-            self.put(owner, name, _calling(getattr(ours, name)), signature)
+            self.put(owner, name, _calling(getattr(ours, name)))
 
     def undo(self) -> None:
         """Undo the patches, the last one first."""

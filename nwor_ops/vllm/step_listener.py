@@ -78,12 +78,8 @@ class RecurrentListener:
         """The forward is over, and the ends of prompts are about to be folded."""
 
     def folded(self, group: Any, plan: Tensor, counted: str = "folds") -> None:
-        """Pending rows were folded by this plan.
-
-        Args:
-            group, plan: see the class. A fold of zero rows is a copy.
-            counted: the cause: ``"folds"``, ``"prompt_folds"`` or ``"tail_folds"``.
-        """
+        """Pending rows were folded by this plan, for the reason ``"folds"``, ``"prompt_folds"`` or ``"tail_folds"``.
+        A fold of zero rows is a copy."""
 
     def moved(self, group: Any, plan: Tensor) -> None:
         """States moved from the sources of a plan to its targets, with their pending rows."""
@@ -98,19 +94,8 @@ class RecurrentListener:
         """Whole blocks were copied, given as (source, target)."""
 
     def assigned(self, blocks: Iterable[int], may_be_loaded: bool = False) -> None:
-        """Blocks got a new owner, or are shared by a prefix-cache hit.
-
-        Args:
-            blocks: their numbers.
-            may_be_loaded: a KV connector may have loaded other states to these blocks.
-        """
+        """Blocks got a new owner, or are shared by a prefix-cache hit. A KV connector may have loaded other states."""
 
     def exported(self, layer: Any, checkpoint: Any, emitted: Tensor, rows: Tensor | None) -> None:
-        """vLLM wrote checkpoints of one layer.
-
-        Args:
-            layer: the layer.
-            checkpoint: vLLM's metadata, with the block and the offset of each checkpoint.
-            emitted: the states that the prefill kernel computed.
-            rows: index in ``emitted`` of each checkpoint. None: they are in the same order.
-        """
+        """vLLM wrote checkpoints of one layer. Its metadata has their blocks and offsets. ``emitted`` has the states of
+        the prefill kernel; ``rows`` is the index there of each checkpoint (None: the same order)."""

@@ -166,8 +166,8 @@ def test_promtool_accepts_our_metrics(server: Server) -> None:
 
 
 def test_dashboard_and_alerts_have_data(server: PlantedServer, tmp_path: Path) -> None:
-    """Prometheus scrapes the server. Each step adds counts that this engine cannot make: passes of a drafter, steps with
-    one state, steps without the transaction. So this is the last test of the server."""
+    """Prometheus scrapes the server, which now counts in each step what this engine cannot: passes of a drafter, steps
+    with one state, steps without the transaction. So this is the last test of the server."""
     server.planted.touch()
     numbers = itertools.count(1)
     with scraping(tmp_path, server.port) as prometheus:

@@ -193,7 +193,6 @@ def test_all_reasons_of_a_refusal_are_named() -> None:
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.feature)
 def test_each_refusal_has_reason_and_message(refusal: Refusal) -> None:
-    assert refusal.reasons()
     assert any(refusal.why(use) for use in LABELS)
     names = [name for _, name, _, _ in string.Formatter().parse(refusal.message) if name]
     filled = str(refusal.because(**{name: f"<{name}>" for name in names}))

@@ -40,15 +40,8 @@ class StateAudit(StepListener, RecurrentListener):
         self._kept: dict[tuple[str, int], list[Tensor | None]] = {}
         self._exported: dict[tuple[str, int], Tensor] = {}  # by layer and block: the state of a checkpoint
         self._counts = Counter(
-            steps=0,
-            windows=0,
-            states_compared=0,
-            rows_reapplied=0,
-            folds=0,
-            prompt_folds=0,
-            tail_folds=0,
-            checkpoints=0,
-            checkpoint_hits=0,
+            dict.fromkeys(("steps", "windows", "states_compared", "rows_reapplied", "folds", "prompt_folds"), 0)
+            | dict.fromkeys(("tail_folds", "checkpoints", "checkpoint_hits"), 0)
         )
 
     def summary(self) -> dict[str, int]:
@@ -168,13 +161,7 @@ class StateAudit(StepListener, RecurrentListener):
                 self._exported.pop((name, block), None)
 
     def _compare(self, group: Any, row: list[int], keep: bool = False) -> None:
-        """Compare the state that a row of a plan stored, or that it would have stored.
-
-        Args:
-            group: the layers of a KV-cache group.
-            row: source, rows, first row and target.
-            keep: whether the rows may stay pending.
-        """
+        """Compare the state that a row of a plan stored, or would have stored. ``keep``: the rows may stay pending."""
         source, rows, _, target = row
         for name, layer in group.layers.items():
             kept = self._kept.get((name, source))

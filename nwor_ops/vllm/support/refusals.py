@@ -104,12 +104,6 @@ class Refusal:
             DRAFT_VOCABULARY: self.draft_vocabulary,
         }[use]
 
-    def reasons(self) -> str:
-        """Return all reasons in one line, with the modes and engines that each applies to."""
-        modes = ", ".join(filter(None, [*self.modes, self.engines]))
-        by_use = {use: self.why(use) for use in (TRANSACTION, DRAFT_GRAPHS, RECURRENT, DRAFT_VOCABULARY)}
-        return "; ".join(f"{modes if use == TRANSACTION else use}: {why}" for use, why in by_use.items() if why)
-
     def because(self, **values: Any) -> Unsupported:
         """Return the exception, with these values filled in to the message."""
         return Unsupported(self.message.format(**values), self.change)
