@@ -7,7 +7,7 @@ run. Only torch is needed.
 """
 
 from nwor_ops.drafter.buffers import DraftBuffers
-from nwor_ops.drafter.dispatch import Dispatch, GraphKey
+from nwor_ops.drafter.graphs import Dispatch, GraphKey
 from nwor_ops.drafter.loop import DraftLoop
 from nwor_ops.drafter.metadata import DraftMetadata, FirstPass
 from nwor_ops.drafter.sampler import DraftSampler

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import validation
-from nwor_ops.drafter.dispatch import GraphKey
+from nwor_ops.drafter.graphs import GraphKey
 from nwor_ops.validation import BoundToMemory
 
 
@@ -123,8 +123,8 @@ class DraftBuffers(BoundToMemory):
     def register(self, **tensors: Tensor) -> None:
         """Add tensors that graphs read at fixed addresses (temperatures, block tables, ...).
 
-        With ``debug=True`` the loop refuses to replay a graph after one of them moved or changed its shape. A name that
-        belongs to another tensor is refused, and nothing is registered.
+        With ``debug=True`` the loop refuses to replay a graph after one of them moved. A name that belongs to another
+        tensor is refused, and nothing is registered.
         """
         known = self.tensors()
         for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Recorded graphs, and the check that the memory that they read has not moved."""
+"""Keys of graphs, how a batch runs, recorded graphs, and the check that the memory that they read has not moved."""
 
 from __future__ import annotations
 
@@ -6,16 +6,61 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
+from nwor_ops import validation
 from nwor_ops.validation import BoundToMemory
 
-# Address, shape, strides and dtype of a tensor: everything that a graph depends on.
-Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
-Places = dict[str, Place]
+Mode = Literal["eager", "step", "loop"]
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """The shape of a pass. Graphs are captured for it, and looked up by it.
+
+    Attributes:
+        num_reqs: number of rows, padded rows included, > 0.
+        query_len: number of tokens of each row, > 0. It is 1 in the steps of the loop, and larger in the first pass.
+
+    Example:
+        >>> GraphKey(4, 5).num_tokens
+        20
+    """
+
+    num_reqs: int
+    query_len: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("num_reqs", self.num_reqs), ("query_len", self.query_len)):
+            if type(value) is not int or not 0 < value <= validation.INT32_MAX:
+                validation.integer(f"GraphKey: {name}", value)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the pass, always a multiple of the query length."""
+        return self.num_reqs * self.query_len
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """How one batch will run.
+
+    Attributes:
+        key: the padded shape. In mode "eager" it is the shape of the batch.
+        mode: "loop" (one graph, which updates the metadata), "step" (one graph per step; the metadata is built between
+            them) or "eager".
+        reason: the reason for this mode, as a sentence.
+
+    Example:
+        >>> Dispatch(GraphKey(4), "loop", "captured").key.num_tokens
+        4
+    """
+
+    key: GraphKey
+    mode: Mode
+    reason: str
 
 
 class Graph(Protocol):
@@ -26,38 +71,25 @@ class Graph(Protocol):
 
 @dataclass(frozen=True)
 class Recording(BoundToMemory):
-    """A captured graph, the metadata of its capture, and the places of the buffers that it reads."""
+    """A captured graph, the metadata of its capture, and the addresses of the buffers that it reads."""
 
     graph: Graph
     metadata: Any
-    places: Places
+    addresses: dict[str, int]
 
 
-def places_of(tensors: Mapping[str, Tensor]) -> Places:
-    """Return the places of some tensors, by name."""
-    return {name: (t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for name, t in tensors.items()}
+def addresses_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-def require_unmoved(recorded: Places, now: Places) -> None:
-    """Refuse a replay that would read or write other memory than at capture time.
-
-    Raises:
-        RuntimeError: a tensor moved, changed its layout, appeared or disappeared. The message names the first one.
-    """
-    for path in recorded.keys() | now.keys():
-        was, is_now = recorded.get(path), now.get(path)
-        if was != is_now:
+def require_unmoved(recorded: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Raise if a replay would read or write other memory than at capture time. The message names one tensor."""
+    for name in recorded.keys() | now.keys():
+        if recorded.get(name) != now.get(name):
             raise RuntimeError(
-                f"DraftLoop: buffers[{path!r}] must not move or change after the capture: captured with {_words(was)}, "
-                f"got {_words(is_now)}; write into it in place, or invalidate() and capture() again"
+                f"DraftLoop: buffers[{name!r}] must not move after the capture; write into it in place, or "
+                "invalidate() and capture() again"
             )
-
-
-def _words(place: Place | None) -> str:
-    if place is None:
-        return "no tensor"
-    address, shape, stride, dtype = place
-    return f"{dtype} {list(shape)} with strides {list(stride)} at {address:#x}"
 
 
 @contextmanager

@@ -14,8 +14,16 @@ from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.drafter.buffers import DraftBuffers
-from nwor_ops.drafter.dispatch import Dispatch, GraphKey, Mode
-from nwor_ops.drafter.graphs import Graph, Recording, no_garbage_collection, places_of, require_unmoved
+from nwor_ops.drafter.graphs import (
+    Dispatch,
+    Graph,
+    GraphKey,
+    Mode,
+    Recording,
+    addresses_of,
+    no_garbage_collection,
+    require_unmoved,
+)
 from nwor_ops.drafter.metadata import DraftMetadata, FirstPass
 from nwor_ops.validation import BoundToMemory
 
@@ -25,12 +33,6 @@ ModelFn = Callable[[GraphKey, Any], "Tensor | tuple[Tensor, Tensor]"]
 SampleFn = Callable[[GraphKey, Tensor], Tensor]
 Pool = Any  # torch.cuda.graph_pool_handle()
 AnyMode = Literal["auto", "eager", "step", "loop"]
-
-
-def _require_methods(argument: str, value: object, *names: str) -> None:
-    for name in names:
-        if not callable(getattr(value, name, None)):
-            raise TypeError(f"DraftLoop: {argument} must have the method {name}, got {validation.shown(value)}")
 
 
 def _steps_of(key: GraphKey, num_drafts: int) -> range:
@@ -67,8 +69,8 @@ class DraftLoop(BoundToMemory):
         first_pass: step 0, or None if the caller runs it.
         pool: memory pool of the graphs (``torch.cuda.graph_pool_handle()``), or a function that returns a context
             manager around each capture, which yields the pool. None means a new pool.
-        debug: before each replay, compare addresses, shapes and strides of ``buffers.tensors()`` with those of the
-            capture. Before each run, check ``idx_mapping``, which synchronizes. On the CPU it is always checked.
+        debug: before each replay, compare the addresses of ``buffers.tensors()`` with those of the capture. Before each
+            run, check ``idx_mapping``, which synchronizes. On the CPU it is always checked.
 
     Attributes:
         counts: number of runs by pass and mode: ``counts["decode", "loop"]``, ``counts["first_pass", "eager"]``, ... A
@@ -108,15 +110,8 @@ class DraftLoop(BoundToMemory):
         for name, function in (("model_fn", model_fn), ("sample_fn", sample_fn)):
             validation.function(f"DraftLoop: {name}", function)
         validation.instance("DraftLoop: buffers", buffers, DraftBuffers, "a DraftBuffers")
-        _require_methods("metadata", metadata, "prepare", "build", "update")
-        if not hasattr(metadata, "why_not_in_place"):
-            raise TypeError(
-                f"DraftLoop: metadata must have the property why_not_in_place, got {validation.shown(metadata)}"
-            )
-        why_not = metadata.why_not_in_place
+        why_not = metadata.why_not_in_place  # a method here would be true, so each step would get its own graph
         validation.instance("DraftLoop: metadata.why_not_in_place", why_not, (str, type(None)), "None or a str")
-        if first_pass is not None:
-            _require_methods("first_pass", first_pass, "expand", "finish")
         num_drafts = validation.integer("DraftLoop: num_drafts", num_drafts)
         max_len = validation.integer("DraftLoop: max_len", max_len)
         if buffers.draft_tokens.shape[1] < num_drafts:
@@ -378,7 +373,7 @@ class DraftLoop(BoundToMemory):
                 f"DraftLoop: no graph was captured for {key}{drafts} in mode {mode!r}; capture() it at start-up"
             )
         if self.debug:
-            require_unmoved(recording.places, places_of(self.buffers.tensors()))
+            require_unmoved(recording.addresses, addresses_of(self.buffers.tensors()))
         return recording
 
     def _choose(
@@ -476,7 +471,7 @@ class DraftLoop(BoundToMemory):
         metadata = build()
         self._warm_up(body, stream)
         metadata = build()  # back ends may plan or allocate in the warm-up
-        return Recording(self._graph(body, stream), metadata, places_of(self.buffers.tensors()))
+        return Recording(self._graph(body, stream), metadata, addresses_of(self.buffers.tensors()))
 
     # These methods need CUDA graphs. On a CPU, nwor_ops.testing.host_graphs replaces them.
 

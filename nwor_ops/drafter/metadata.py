@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nwor_ops.drafter.dispatch import GraphKey
+from nwor_ops.drafter.graphs import GraphKey
 
 
 class DraftMetadata(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.drafter.buffers import DraftBuffers
-from nwor_ops.drafter.dispatch import GraphKey
+from nwor_ops.drafter.graphs import GraphKey
 from nwor_ops.validation import BoundToMemory
 
 
