@@ -31,7 +31,7 @@ from paged_llama import Attention, Batch, Block, LlamaConfig, PagedLlama, init_w
 from speculative_decoding import BLOCK_SIZE, Request, make_prompts, prompt_lookup
 from torch import Tensor, nn
 
-from nwor_ops import DraftCommitManager, LayerCache, RecurrentCache, RecurrentStates, Window
+from nwor_ops import DraftCommitManager, LayerCache, Layout, RecurrentCache, RecurrentStates, Window
 from nwor_ops.recurrent.cache import CHUNK
 from nwor_ops.transaction.manager import DEFAULT_GROUP, State
 
@@ -186,6 +186,7 @@ class HybridEngine:
     def step(self, running: list[HybridRequest]) -> Tensor:
         """Run one step for every running request. Return the sampled tokens, int64 [Q, K + 1], -1 = none."""
         step = self.build_step(running)
+        self.manager.bind(Layout({DEFAULT_GROUP: step.batch.slot_mapping}))  # new tensors in each step
         self.manager.begin(step.window)
         try:
             self.states.begin(step.state_slots, step.window.query_start_loc)
@@ -243,7 +244,6 @@ class HybridEngine:
         window = Window(
             query_start_loc=self.tensor([0, *accumulate(num_tokens)], torch.int32),
             cu_num_draft_tokens=self.tensor(list(accumulate(map(len, drafts))), torch.int32),
-            slot_mappings={DEFAULT_GROUP: batch.slot_mapping},
             num_draft_tokens=len(flat),
         )
         return Step(

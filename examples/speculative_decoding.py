@@ -26,7 +26,7 @@ import torch
 from paged_llama import Batch, LlamaConfig, PagedLlama, init_weights, make_caches
 from torch import Tensor
 
-from nwor_ops import DraftCommitManager, LayerCache, Window, num_shadow_blocks
+from nwor_ops import DraftCommitManager, LayerCache, Layout, Window, num_shadow_blocks
 from nwor_ops.transaction.manager import DEFAULT_GROUP
 
 BLOCK_SIZE = 8
@@ -119,6 +119,10 @@ class Engine:
 
         # Open the window *before* the forward, and after the last change of the slot mapping. From here on, the
         # manager's device buffers tell which tokens are drafts.
+        # Layers with different page numbers would form several groups; here there is one group. Mode "stage" redirects
+        # the pages that drafts touch in these tensors, until commit. An engine with persistent tensors binds them once.
+        batch = step.batch
+        self.manager.bind(Layout({DEFAULT_GROUP: batch.slot_mapping}, {DEFAULT_GROUP: batch.block_tables}))
         self.manager.begin(step.window)
         try:
             logits = self.forward(step.batch)
@@ -173,13 +177,9 @@ class Engine:
             # Drafts are the last tokens of a request, so two cumulative counts determine which tokens they are.
             query_start_loc=self.tensor([0, *accumulate(num_tokens)], torch.int32),
             cu_num_draft_tokens=self.tensor(list(accumulate(map(len, drafts))), torch.int32),
-            # Layers with different page numbers would form several groups; here there is one group.
-            slot_mappings={DEFAULT_GROUP: batch.slot_mapping},
             # The host knows this number here; None is allowed too. If it is 0, commit launches no kernels.
             num_draft_tokens=sum(map(len, drafts)),
-            # Mode "stage" redirects the pages that drafts touch in this table, until commit.
             seq_lens=self.tensor([len(r.tokens) + len(r.drafts) for r in running] + [0] * absent, torch.int32),
-            block_tables={DEFAULT_GROUP: batch.block_tables},
         )
         flat = [token for row in drafts for token in row]
         return Step(

@@ -47,7 +47,6 @@ from nwor_ops.ops.bound import (
 )
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.layers import Layer, LayerTable
-from nwor_ops.transaction.modes import Capacity, Recovery, Redirects
 from nwor_ops.transaction.protocol import State, Stateful, is_capturing
 from nwor_ops.transaction.shadow_pages import ShadowPages
 from nwor_ops.transaction.undo_log import UndoLog
@@ -56,8 +55,7 @@ from nwor_ops.transaction.writer import LayerWriter
 
 DEFAULT_GROUP = "default"
 _CLOSED, _OPEN = State.CLOSED, State.OPEN  # a global name costs the host less than a member of an enumeration
-_RECOVERIES: dict[str, type[UndoLog] | type[ShadowPages]] = {"cow": UndoLog, "stage": ShadowPages}
-MODES = tuple(_RECOVERIES)
+MODES = ("cow", "stage")
 
 
 class _Handles(NamedTuple):
@@ -68,7 +66,6 @@ class _Handles(NamedTuple):
     commit: Tensor
     commit_tokens: Tensor
     num_rows: memoryview  # of the open window, see num_rows_of
-    redirects: Redirects | None  # per launch, in mode "stage"
 
 
 class DraftCommitManager(Stateful[Layer]):
@@ -146,14 +143,13 @@ class DraftCommitManager(Stateful[Layer]):
             group: size(f"shadow_blocks[{group!r}]", first, 0) for group, first in (shadow_blocks or {}).items()
         }
         self._layers = LayerTable()
-        capacity = Capacity(
-            self.max_num_tokens, self.max_num_requests, self.max_draft_tokens, self.max_drafts_per_request,
-            first_blocks, self.device,
-        )  # fmt: skip
-        self.recovery: Recovery = _RECOVERIES[mode](self._layers, capacity)
+        self.recovery: UndoLog | ShadowPages = UndoLog(self._layers)
+        if mode == "stage":
+            if self.max_drafts_per_request is None:
+                raise ValueError('DraftCommitManager: max_drafts_per_request must be given in mode "stage"')
+            self.recovery = ShadowPages(self._layers, self.max_drafts_per_request, first_blocks)
         self._writers: dict[str, LayerWriter] = {}
-        self._bound: Any = None  # handles of the bound layout
-        self._handles: Any = None  # of the open window
+        self._handles: Any = None  # of the bound layout
         self._window: Window | None = None
         self._unfinished = ""  # the method that has begun for the open window and has not returned
         self._cancelled = 0
@@ -236,9 +232,9 @@ class DraftCommitManager(Stateful[Layer]):
     def bind(self, layout: Layout) -> None:
         """Bind the tensors that the next windows share. Begin and each commit then are one call of an op.
 
-        Call it once if the engine's slot mappings and block tables are persistent buffers, and leave them out of the
-        windows. Call it again, between windows, if they have moved. Begin refuses tensors that moved or changed their
-        length before anything is written. If this raises, nothing is bound.
+        Call it once if the engine's slot mappings and block tables are persistent buffers, and otherwise before each
+        window. Begin refuses tensors that moved or changed their length before anything is written. If this raises,
+        nothing is bound.
 
         Args:
             layout: the tensors and conventions of the engine; see :class:`nwor_ops.Layout`.
@@ -248,10 +244,7 @@ class DraftCommitManager(Stateful[Layer]):
                 in mode ``"stage"`` the tensors of two groups share memory.
         """
         self._require(State.CLOSED, "bind")
-        self._bound = None
-        self._bound = self._handles_of(layout)
-
-    def _handles_of(self, layout: Layout) -> Any:
+        self._handles = None
         slot_mappings = tensors_of_groups("slot_mappings", layout.slot_mappings, self.groups)
         requests = self.max_num_requests
         if self.mode == "stage":
@@ -275,7 +268,7 @@ class DraftCommitManager(Stateful[Layer]):
         )  # fmt: skip
         commit = self.recovery.bind_commit(begin, sample, zeros)
         commit_tokens = self.recovery.bind_commit_tokens(outcome, sample)
-        return _Handles(layout, begin, commit, commit_tokens, num_rows_of(begin), self.recovery.redirects)
+        self._handles = _Handles(layout, begin, commit, commit_tokens, num_rows_of(begin))
 
     # ------------------------------------------------------------ the transaction
 
@@ -286,8 +279,7 @@ class DraftCommitManager(Stateful[Layer]):
         in place. Do not change or move these tensors or the window's until the window is closed.
 
         Args:
-            window: the tensors of this step; see :class:`nwor_ops.Window`. With ``slot_mappings``, it has its own
-                layout. The bound one serves later windows.
+            window: the tensors of this step; see :class:`nwor_ops.Window`. The others are those of :meth:`bind`.
 
         Raises:
             ValueError, TypeError: more drafts, tokens or requests than the manager's limits; a bound tensor has moved;
@@ -299,18 +291,17 @@ class DraftCommitManager(Stateful[Layer]):
             self._require(_CLOSED, "begin")
         # In a cold cache, a call of a Python function or the read of a field costs the host more than a check. So the
         # checks are written here, and the window is unpacked.
-        query_start_loc, counts, slot_mappings, drafts, _, seq_lens, _, states, _ = window
-        handles = self._bound if slot_mappings is None else self._handles_of(layout_of(window))
+        query_start_loc, counts, drafts, seq_lens, states = window
+        handles = self._handles
         if handles is None:
-            raise ValueError("begin: window must have slot_mappings, or bind() must be called first")
+            raise RuntimeError("begin: no layout is bound; call bind() first")
         if drafts is not None and not 0 <= drafts <= self.max_draft_tokens:
             raise ValueError(
                 f"begin: window must have 0 to {self.max_draft_tokens} drafts (max_draft_tokens), got {drafts}"
             )
-        self._handles, self._window, self._unfinished, self._state = handles, window, "begin", _OPEN
+        self._window, self._unfinished, self._state = window, "begin", _OPEN
         try:
-            if handles.redirects is not None:
-                self.recovery.redirects = handles.redirects
+            if self.mode == "stage":
                 begin_redirected_bound(query_start_loc, counts, handles.begin, seq_lens, states)
             else:
                 begin_bound(query_start_loc, counts, handles.begin)
@@ -345,10 +336,8 @@ class DraftCommitManager(Stateful[Layer]):
             k_scale, v_scale: as in :func:`nwor_ops.write_kv`; None = 1.
             token_offset: index in the batch of the first token of ``slot_mapping``, for micro-batches.
 
-        Write each token of a layer once per window: a second write would log the row of the first one. If ``key`` or
-        the layer's cache has no data (fake, meta, freed storage), nothing is written. An empty tensor is checked as any
-        other one. If both have data, the other tensors must have data too. Compiled and captured code cannot check for
-        an open window. Outside a window it is a plain write.
+        Write each token of a layer once per window: a second write would log the row of the first one. Compiled and
+        captured code cannot check for an open window. Outside a window it is a plain write.
 
         Raises:
             RuntimeError: no window is open, or the layer's planes are opaque.
@@ -601,11 +590,3 @@ def tensors_of_groups(field: str, tensors: Mapping[str, Tensor] | None, groups: 
     if tensors is None or missing:
         raise ValueError(f"bind: {field} must have a tensor for each group, got none for {missing}")
     return [tensors[group] for group in groups]
-
-
-def layout_of(window: Window) -> Layout:
-    assert window.slot_mappings is not None
-    return Layout(
-        window.slot_mappings, window.block_tables, window.num_bonus_tokens, window.leading_zero,
-        window.request_states is not None,
-    )  # fmt: skip

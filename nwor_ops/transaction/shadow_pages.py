@@ -20,7 +20,6 @@ from nwor_ops.ops.bound import bind
 from nwor_ops.ops.shadow import MOST_GROUPS
 from nwor_ops.overlap import Area, first_overlap
 from nwor_ops.transaction.layers import LayerTable
-from nwor_ops.transaction.modes import Capacity, Redirects
 from nwor_ops.transaction.window import Layout, Window, WindowBuffers, numbers_on
 from nwor_ops.validation import BoundToMemory
 
@@ -66,40 +65,42 @@ class Launch:
 
 
 class ShadowPages(BoundToMemory):
-    """See :class:`nwor_ops.transaction.modes.Recovery`. All planes of a group have the same pages."""
+    """The shadow pages of all groups, with the methods of :class:`UndoLog`. All planes of a group have the same pages.
+
+    Attributes:
+        redirects: the slot mappings and block tables of each launch, which begin redirects.
+    """
 
     log_bytes = 0
-    redirects: Redirects
+    redirects: list[tuple[list[Tensor], list[Tensor]]]
 
-    def __init__(self, layers: LayerTable, capacity: Capacity) -> None:
-        if capacity.max_drafts_per_request is None:
-            raise ValueError('DraftCommitManager: max_drafts_per_request must be at least 1 in mode "stage", got None')
-        self._layers, self._capacity, self._drafts = layers, capacity, capacity.max_drafts_per_request
+    def __init__(self, layers: LayerTable, max_drafts_per_request: int, first_blocks: Mapping[str, int]) -> None:
+        self._layers, self._drafts, self._first_blocks = layers, max_drafts_per_request, first_blocks
         self.groups = layers.groups
         self.launches: list[Launch] = []
 
     def allocate(self, buffers: WindowBuffers) -> None:
-        capacity, first_blocks = self._capacity, self._capacity.shadow_blocks
+        first_blocks, requests, device = self._first_blocks, len(buffers.num_accepted), buffers.row_slots.device
         planes = {group: self._layers.planes_of(group) for group in self.groups}
         unknown = sorted(set(first_blocks) - set(planes))
         if unknown:
             raise ValueError(f"allocate: shadow_blocks must name groups of {self.groups}, got {unknown}")
         block_size = min(_pages_of(name, of_group)[1] for name, of_group in planes.items())
         shadows = shadow_pages_per_request(self._drafts, block_size)
-        self.blocks_per_group = capacity.max_num_requests * shadows
+        self.blocks_per_group = requests * shadows
         ids = [
             self._block_ids(name, _pages_of(name, of_group)[0], first_blocks.get(name))
             for name, of_group in planes.items()
         ]
         _check_shared_memory(planes, {name: int(own[0]) for name, own in zip(planes, ids, strict=True)}, len(ids[0]))
-        shape = (len(self.groups), capacity.max_num_requests, shadows)
+        shape = (len(self.groups), requests, shadows)
 
         def filled(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.full(shape, -1, dtype=dtype, device=capacity.device)
+            return torch.full(shape, -1, dtype=dtype, device=device)
 
-        self.shadow_blocks = torch.stack(ids).view(shape).to(capacity.device)
+        self.shadow_blocks = torch.stack(ids).view(shape).to(device)
         self.held_slots = filled(*shape, dtype=torch.int64)
-        self.saved_slots = filled(shape[0], capacity.max_num_tokens, dtype=torch.int64)
+        self.saved_slots = filled(shape[0], len(buffers.log_rows), dtype=torch.int64)
         self.tail_pages = filled(*shape[:2], dtype=torch.int32)
         self.launches, self._buffers = _plan_launches(planes), buffers
 

@@ -16,7 +16,6 @@ from nwor_ops.kv_cache import Plane, PlaneList
 from nwor_ops.ops.bound import bind
 from nwor_ops.torch_fixes import static, static_int
 from nwor_ops.transaction.layers import Layer, LayerClass, LayerTable
-from nwor_ops.transaction.modes import Capacity
 from nwor_ops.transaction.window import Layout, Window, WindowBuffers
 from nwor_ops.validation import BoundToMemory
 
@@ -55,22 +54,20 @@ class LayerLog(NamedTuple):
 
 
 class UndoLog(BoundToMemory):
-    """See :class:`nwor_ops.transaction.modes.Recovery`."""
+    """The logs of all layers. The manager calls the same methods of :class:`ShadowPages` in mode ``"stage"``."""
 
-    redirects = None
-
-    def __init__(self, layers: LayerTable, capacity: Capacity) -> None:
-        self._layers, self._capacity = layers, capacity
+    def __init__(self, layers: LayerTable) -> None:
+        self._layers = layers
         self.classes: list[ClassLog] = []
         self.launches: list[Launch] = []
 
     def allocate(self, buffers: WindowBuffers) -> None:
-        rows = self._capacity.max_draft_tokens
+        rows = len(buffers.row_rejected)
         classes = [
             ClassLog(
                 layer_class,
                 tuple(_new_log(plane, len(layer_class.names), rows) for plane in layer_class.planes),
-                torch.zeros((len(layer_class.names), rows), dtype=torch.int64, device=self._capacity.device),
+                torch.zeros((len(layer_class.names), rows), dtype=torch.int64, device=buffers.row_slots.device),
             )
             for layer_class in self._layers.classes
         ]
@@ -98,12 +95,15 @@ class UndoLog(BoundToMemory):
 
     @property
     def launches_per_window(self) -> int:
+        """Number of kernels that begin and commit launch in addition to planning and finding the outcome."""
         return sum(len(layer_class.planes) for layer_class in self._layers.classes)
 
     def bind_begin(self, plan: Tensor, layout: Layout, sample: Window) -> Tensor:
+        """Bind the launches of begin after the bound ``plan_window``, and return the handle of all."""
         return plan  # drafts are logged when they are written
 
     def bind_commit(self, begun: Tensor, sample: Window, num_rejected: Tensor) -> Tensor:
+        """Bind the launches of a commit by counts. The first one also determines the outcome of the drafts."""
         bound = bind(
             "restore_slots_from_rejected", begun=begun, num_rejected=num_rejected,
             **self._buffers.outcome_arguments(len(num_rejected)) | self._restore(self.launches[0]),
@@ -111,6 +111,7 @@ class UndoLog(BoundToMemory):
         return self._bind_restores(bound, self.launches[1:])
 
     def bind_commit_tokens(self, outcome: Tensor, sample: Window) -> Tensor:
+        """Bind the launches of a commit after the bound ``reject_rows``."""
         return self._bind_restores(outcome, self.launches)
 
     def _bind_restores(self, bound: Tensor, launches: Sequence[Launch]) -> Tensor:

@@ -52,8 +52,7 @@ class Window(NamedTuple):
     Args:
         query_start_loc: int32 ``[>= Q + 1]``: index of each request's first token in the flat batch, then the end.
         cu_num_draft_tokens: int32 ``[Q]``: cumulative number of drafts, including this request. Padded requests repeat
-            the last value. With ``leading_zero`` its shape is ``[Q + 1]``.
-        slot_mappings: as in :class:`Layout`. None = the layout that the manager has bound.
+            the last value. With ``Layout.leading_zero`` its shape is ``[Q + 1]``.
         num_draft_tokens: number of drafts in the batch, or an upper bound. None if the host does not know it. If given,
             a window too large for the log raises before any launch. Commit then looks only at this many drafts, and
             rejected drafts beyond it stay. For a commit captured in a CUDA graph, the value must hold in every replay,
@@ -63,29 +62,20 @@ class Window(NamedTuple):
             It is negative for padded rows. With it, mode ``"stage"`` need not copy a page to its shadow page in every
             step. If one window has it, every window must have it, and the engine must call
             :meth:`~nwor_ops.DraftCommitManager.forget_shadow_pages` as described there.
-        num_bonus_tokens, block_tables, leading_zero: as in :class:`Layout`, for windows with ``slot_mappings``.
-
-    A window with ``slot_mappings`` has a layout of its own. If the engine's slot mappings and tables are persistent
-    buffers, bind them once instead: begin then takes the host less time.
 
     Example:
         >>> import torch
         >>> window = nwor_ops.Window(  # requests of 1 + 2 and 1 + 0 tokens: two drafts
         ...     query_start_loc=torch.tensor([0, 3, 4], dtype=torch.int32),
         ...     cu_num_draft_tokens=torch.tensor([2, 2], dtype=torch.int32),
-        ...     slot_mappings={"default": torch.tensor([8, 9, 10, 3])},
         ... )
     """
 
     query_start_loc: Tensor
     cu_num_draft_tokens: Tensor
-    slot_mappings: Mapping[str, Tensor] | None = None
     num_draft_tokens: int | None = None
-    num_bonus_tokens: int = 0
     seq_lens: Tensor | None = None
-    block_tables: Mapping[str, Tensor] | None = None
     request_states: Tensor | None = None
-    leading_zero: bool = False
 
     @classmethod
     def from_counts(cls, query_start_loc: Tensor, counts: Sequence[int] | Tensor, **fields: Any) -> Window:
@@ -95,7 +85,7 @@ class Window(NamedTuple):
             query_start_loc: as in the window.
             counts: integers, or an int32 or int64 tensor ``[Q]`` on the manager's device. Padded requests have 0.
                 From integers, ``num_draft_tokens`` is known too.
-            fields: the other fields, except ``num_bonus_tokens`` and ``leading_zero``.
+            fields: ``seq_lens`` and ``request_states``.
 
         Example:
             >>> import torch

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
-from nwor_ops.kv_cache import has_no_data
 from nwor_ops.transaction.layers import Layer
 from nwor_ops.transaction.protocol import State, Stateful, waits_for_checks
 from nwor_ops.transaction.undo_log import ClassLog, LayerLog
@@ -46,8 +45,8 @@ class LayerWriter(BoundToMemory):
         token_offset: int = 0,
     ) -> None:
         """See :meth:`nwor_ops.DraftCommitManager.write`."""
-        if self._has_nothing_to_write("write", key):
-            return
+        if not torch.compiler.is_compiling() and self._manager._state is not State.OPEN:  # a trace has no guard on it
+            self._manager._require_window("write", self._layer.name, key)
         if not self._layer.cache.writable:
             raise RuntimeError(
                 f"write: the planes of layer {self._layer.name!r} are opaque; call log(), then the layer's own writer"
@@ -67,8 +66,8 @@ class LayerWriter(BoundToMemory):
 
     def log(self, slot_mapping: Tensor, token_offset: int = 0) -> None:
         """See :meth:`nwor_ops.DraftCommitManager.log`."""
-        if self._has_nothing_to_write("log", slot_mapping):
-            return
+        if not torch.compiler.is_compiling() and self._manager._state is not State.OPEN:  # a trace has no guard on it
+            self._manager._require_window("log", self._layer.name, slot_mapping)
         log_rows, log = self._log_rows("log", token_offset, slot_mapping), self._log()
         if log is None:
             return
@@ -84,17 +83,6 @@ class LayerWriter(BoundToMemory):
         if self._class_log is not None and torch.compiler.is_compiling():
             return self._class_log.of_layer(self._layer)
         return self._eager_log
-
-    def _has_nothing_to_write(self, method: str, tensor: Tensor) -> bool:
-        """Return whether a tensor or the cache has no data. Raise outside a window, except in compiled or captured
-        code."""
-        if torch.compiler.is_compiling():
-            return False
-        if has_no_data(tensor) or has_no_data(self._layer.cache.planes[0].view):
-            return True
-        if self._manager._state is not State.OPEN:
-            self._manager._require_window(method, self._layer.name, tensor)
-        return False
 
     def _log_rows(self, method: str, token_offset: int, slot_mapping: Tensor) -> Tensor:
         """Return the log rows of a micro-batch. The ops accept more log rows than tokens.

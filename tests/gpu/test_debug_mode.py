@@ -16,7 +16,7 @@ from bad_input import DEBUG_MODE
 from processes import ROOT
 from transactions import Request, make_batch
 
-from nwor_ops import DraftCommitManager, LayerCache, ops
+from nwor_ops import DraftCommitManager, LayerCache, Layout, ops
 from nwor_ops.testing import samples
 from nwor_ops.testing.layouts import twin
 from nwor_ops.transaction.protocol import State
@@ -49,16 +49,15 @@ def test_a_commit_that_is_refused_after_its_launch(device, mode):
     """
     requests = [Request(1, 3, 2), Request(1, 2, 2)]
     batch = make_batch(requests, {"default": [*range(4), *range(16, 19)]}, spare_drafts=0)
-    window = batch.window._replace(
-        seq_lens=torch.tensor([4, 3], dtype=torch.int32),
-        block_tables={"default": torch.tensor([[0], [1]], dtype=torch.int32)},
-    )
+    window = batch.window._replace(seq_lens=torch.tensor([4, 3], dtype=torch.int32))
+    tables = {"default": torch.tensor([[0], [1]], dtype=torch.int32, device=device)}
     manager = DraftCommitManager(
         max_num_tokens=8, max_num_requests=2, max_draft_tokens=6, device=device, mode=mode, max_drafts_per_request=3
     )
     manager.register_layer("layer", LayerCache.packed(torch.zeros(8, 16, 2, 16, device=device)))
     manager.allocate()
     ids, sampled = batch.draft_token_ids.to(device), batch.sampled_token_ids.to(device)
+    manager.bind(Layout({"default": batch.slots["default"].to(device)}, tables))
     manager.begin(twin(window, device))
     accepted = 2
     if DEBUG_MODE:

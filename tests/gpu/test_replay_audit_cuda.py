@@ -11,7 +11,7 @@ import pytest
 import torch
 from no_sync import no_waits_or_allocations
 
-from nwor_ops import DraftCommitManager, LayerCache, Window
+from nwor_ops import DraftCommitManager, LayerCache, Layout, Window
 
 REPLAYS = 10_000
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, SIZE = 3, 12, 16, 4, 64
@@ -45,6 +45,7 @@ class Replays:
         for layer, cache in enumerate(self.cache):
             self.manager.register_layer(str(layer), LayerCache.packed(cache))
         self.manager.allocate()
+        self.manager.bind(Layout({"default": self.slots}))
         [[self.log]] = [of_class.logs for of_class in self.manager.recovery.classes]
 
     def new_step(self) -> None:
@@ -94,7 +95,7 @@ class Replays:
 
     def transaction(self) -> None:
         manager = self.manager
-        manager.begin(Window(self.starts, self.cu_drafts, {"default": self.slots}))
+        manager.begin(Window(self.starts, self.cu_drafts))
         for layer in range(LAYERS):
             key, value = self.source[layer].split(SIZE, dim=-1)
             manager.write(

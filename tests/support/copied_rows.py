@@ -32,7 +32,7 @@ class CopiedRows:
         pages = self._pages
         held = pages.held_slots.tolist()
         self._begin(window)
-        requests = self._manager._num_requests(window)  # the first window binds the layout
+        requests = self._manager._num_requests(window)
         states = range(requests) if window.request_states is None else window.request_states[:requests].tolist()
         starts, draft_starts = window.query_start_loc.tolist(), pages._buffers.draft_start_loc.tolist()
         tails, saved = pages.tail_pages.tolist(), pages.saved_slots.tolist()

@@ -20,7 +20,7 @@ class Engine:
     Every group has its own kind of pages. A request gets pages in any order, but no shadow pages. A step advances every
     request by its given and accepted tokens.
 
-    With `binds` all batches have their slots in the same tensors, which the manager binds.
+    With `binds` all batches have their slots in the same tensors, which the manager binds once.
     """
 
     def __init__(
@@ -75,12 +75,11 @@ class Engine:
         bonus = self.num_bonus_tokens * torch.arange(1, len(requests) + 1, dtype=torch.int32)
         counts = batch.window.cu_num_draft_tokens + bonus
         layout = Layout(batch.slots, self.tables, self.num_bonus_tokens, self.leading_zero, self.states is not None)
-        tensors = ({"slot_mappings": None} if self.slots else layout._asdict()) | {"request_states": self.states}
         batch.window = batch.window._replace(
             cu_num_draft_tokens=torch.nn.functional.pad(counts, (1, 0)) if self.leading_zero else counts,
-            seq_lens=torch.tensor(lengths, dtype=torch.int32), **tensors,
+            seq_lens=torch.tensor(lengths, dtype=torch.int32), request_states=self.states,
         )  # fmt: skip
-        if self.slots and self._is_new(layout):
+        if not self.slots or self._is_new(layout):
             self.manager.bind(layout)
         return batch
 

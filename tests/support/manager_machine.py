@@ -159,22 +159,22 @@ class Engine(Counted):
         if self.slots:
             slots = {group: own + [-1] * (len(self.slots[group]) - len(own)) for group, own in slots.items()}
         for group, own in self.slots.items():
-            batch.slots[group] = batch.window.slot_mappings[group] = own.copy_(torch.tensor(slots[group]))
-        batch.window = self.with_tables(batch.window, parts, padded_requests)
-        tables = {group: table.clone() for group, table in batch.window.block_tables.items()}
-        window = batch.window._replace(slot_mappings=None) if self.slots else batch.window
+            batch.slots[group] = own.copy_(torch.tensor(slots[group]))
+        tables = self.prepare(batch, parts, padded_requests)
+        before = {group: table.clone() for group, table in tables.items()}
         try:
             with failing(*fault):
-                self.manager.begin(window)
+                self.manager.begin(batch.window)
         except fault[1]:
-            self.not_begun(batch, slots, tables, planned=fault[0] == "after")
+            self.not_begun(batch, slots, planned=fault[0] == "after")
+            assert all(torch.equal(table, before[group]) for group, table in tables.items())
             return
         self.window = OpenWindow(batch, parts)
         self.counts["windows"] += 1
         self.counts["drafted"] += len(batch.drafted)
 
-    def with_tables(self, window, parts: list[tuple[Request, Part]], padded_requests: int):
-        """The window with the fields that mode "stage" needs in addition to slots."""
+    def prepare(self, batch: Batch, parts: list[tuple[Request, Part]], padded_requests: int) -> dict[str, torch.Tensor]:
+        """Set what mode "stage" needs in addition to slots, and bind the layout. Return the block tables."""
         lengths = [request.length + part.given + part.drafts for request, part in parts] + [0] * padded_requests
         tables: dict[str, torch.Tensor] = {}
         for group in self.free:
@@ -182,18 +182,19 @@ class Engine(Counted):
             for row, (request, _) in zip(table, parts, strict=False):
                 row[: len(request.blocks[group])] = torch.tensor(request.blocks[group], dtype=torch.int32)
             tables[group] = table
-        seq_lens = torch.tensor(lengths, dtype=torch.int32).to(self.device)
+        batch.window = batch.window._replace(seq_lens=torch.tensor(lengths, dtype=torch.int32).to(self.device))
         tables = {group: table.to(self.device) for group, table in tables.items()}
+        if not self.tables:
+            self.manager.bind(Layout(batch.slots, tables))
         for group, own in self.tables.items():
             own[: len(lengths), : tables[group].shape[1]] = tables[group]
-        return window._replace(seq_lens=seq_lens, block_tables=self.tables or tables)
+        return self.tables or tables
 
-    def not_begun(self, batch: Batch, slots, tables, planned: bool) -> None:
+    def not_begun(self, batch: Batch, slots, planned: bool) -> None:
         """Begin raised. Slots and tables are unchanged, and a window that was planned with drafts is cancelled."""
         self.manager.cancel()
         for group, own in batch.slots.items():
             assert own.tolist() == slots[group]
-            assert torch.equal(batch.window.block_tables[group], tables[group])
         self.counts["windows"] += planned
         self.counts["cancelled"] += planned and len(batch.drafted) > 0
         for name in ("drafted", "rejected"):
@@ -205,7 +206,7 @@ class Engine(Counted):
         slots = {group: [-1] * count for group in self.free}
         known = self.device != "cpu"
         batch = make_batch([part for _, part in parts], slots, num_draft_tokens_known=known).on(self.device)
-        batch.window = self.with_tables(batch.window, parts, 0)
+        self.prepare(batch, parts, 0)
         with pytest.raises(ValueError, match=r"must have 0 to 10 drafts|must have a row for each draft"):
             self.manager.begin(batch.window)
 
@@ -262,6 +263,9 @@ class Engine(Counted):
         if not self.ends(*self.commit_call(by_tokens), fault, moved):
             return
         self.counts["accepted"] += len(batch.drafted) - len(batch.rejected)
+        accepted = [part.accepted for _, part in self.window.parts]
+        missing = self.manager.max_num_requests - len(accepted)
+        assert self.manager.buffers.num_accepted.tolist() == accepted + [0] * missing
         self.counts["rejected"] += len(batch.rejected)
         self.advance()
         self.close(kept=kept)

@@ -6,7 +6,7 @@ commit or cancel, `Transactions.assert_as_expected` compares all bytes, includin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nwor_ops import DraftCommitManager, LayerCache, Plane, Window, num_shadow_blocks
+from nwor_ops import DraftCommitManager, LayerCache, Layout, Plane, Window, num_shadow_blocks
 from nwor_ops.testing.layouts import Shape, amx_offsets, make_amx_pages, make_pages, memory, random_bytes, twin
 from nwor_ops.testing.raw_rows import raw
 
@@ -100,12 +100,12 @@ class Batch:
         return len(next(iter(self.slots.values())))
 
     def on(self, device: str) -> Batch:
-        """The batch on a device. The window has the slots of the batch, not copies."""
+        """The batch on a device."""
         slots = {group: slots.to(device) for group, slots in self.slots.items()}
         starts, counts = self.window.query_start_loc.to(device), self.window.cu_num_draft_tokens.to(device)
         return replace(
             self, slots=slots, draft_token_ids=self.draft_token_ids.to(device),
-            window=self.window._replace(query_start_loc=starts, cu_num_draft_tokens=counts, slot_mappings=dict(slots)),
+            window=self.window._replace(query_start_loc=starts, cu_num_draft_tokens=counts),
             sampled_token_ids=self.sampled_token_ids.to(device), num_rejected=self.num_rejected.to(device),
         )  # fmt: skip
 
@@ -132,18 +132,23 @@ def make_batch(
     window = Window(
         torch.tensor([0, *accumulate(r.given + r.drafts for r in requests)], dtype=torch.int32),
         torch.tensor(list(accumulate(r.drafts for r in requests)), dtype=torch.int32),
-        {group: torch.tensor(s, dtype=torch.int64) for group, s in slots.items()},
         len(draft_ids) if num_draft_tokens_known else None,
     )
     return Batch(
         window,
-        dict(window.slot_mappings),
+        {group: torch.tensor(s, dtype=torch.int64) for group, s in slots.items()},
         rejected,
         drafted,
         torch.tensor(draft_ids + [-5] * spare_drafts),
         sampled,
         torch.tensor([r.drafts - r.accepted for r in requests], dtype=torch.int32),
     )
+
+
+def begin(manager: DraftCommitManager, batch: Batch, block_tables: Mapping[str, Tensor] | None = None) -> None:
+    """Open a window with a layout of its own."""
+    manager.bind(Layout(batch.slots, block_tables))
+    manager.begin(batch.window)
 
 
 def on_device(caches: list[LayerCache], device: str) -> list[LayerCache]:

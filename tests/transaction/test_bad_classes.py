@@ -258,11 +258,8 @@ def test_methods_name_the_argument(kind):
         target = DraftCommitManager(**(STAGE | {"mode": kind})) if method == "register_layer" else thing
         if method == "write":
             tables = {"default": int32(0, 1, 2, 3).view(2, 2)}
-            thing.begin(
-                nwor_ops.Window(
-                    int32(0, 2, 4), int32(1, 2), {"default": SLOTS.clone()}, seq_lens=int32(2, 2), block_tables=tables
-                )
-            )
+            thing.bind(nwor_ops.Layout({"default": SLOTS.clone()}, tables))
+            thing.begin(nwor_ops.Window(int32(0, 2, 4), int32(1, 2), seq_lens=int32(2, 2)))
         for name, value in wrong:
             refused(getattr(target, method), arguments, name, value, name)
         getattr(target, method)(**arguments)

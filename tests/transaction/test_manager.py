@@ -7,13 +7,12 @@ import itertools
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transactions import (  # noqa: F401
     KINDS,
-    NUM_SLOTS,
     Batch,
     Request,
     Transactions,
+    begin,
     distinct_slots,
     make_batch,
     one_thread,
@@ -50,13 +49,12 @@ def allocated_manager(**options) -> DraftCommitManager:
     manager = new_manager(**options)
     manager.register_layer("a", some_cache(str(manager.device)))
     manager.allocate()
+    manager.bind(Layout({"default": torch.arange(8)}))
     return manager
 
 
-def small_window(num_draft_tokens: int | None = 2, device: str = "cpu") -> Window:
-    slots = torch.arange(4, device=device)
-    tensors = int32(0, 2, 4).to(device), int32(1, 2).to(device)
-    return Window(*tensors, {"default": slots}, num_draft_tokens)
+def small_window(num_draft_tokens: int | None = 2) -> Window:
+    return Window(int32(0, 2, 4), int32(1, 2), num_draft_tokens)
 
 
 def key_value(tokens: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,16 +108,6 @@ def test_invalid_caches(make):
 # ---------------------------------------------------------------- protocol
 
 
-def test_begin_twice():
-    manager = allocated_manager()
-    manager.begin(small_window())
-    before = memory(vars(manager.buffers))
-    with pytest.raises(RuntimeError, match=r"it is inside a window; call commit\(\) or cancel\(\) first"):
-        manager.begin(small_window())
-    assert all(torch.equal(a, b) for a, b in zip(before, memory(vars(manager.buffers)), strict=True))
-    manager.cancel()
-
-
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -134,9 +122,8 @@ def test_begin_twice():
 def test_outside_a_window(name, arguments, earlier):
     manager = allocated_manager()
     if earlier != "never":
-        window = small_window()
-        window.slot_mappings["default"].fill_(-1)  # nothing to write
-        manager.begin(window)
+        manager.bind(Layout({"default": torch.full((4,), -1)}))  # nothing to write
+        manager.begin(small_window())
         {
             "commit": lambda: manager.commit_rejected(int32(1, 1)),
             "cancel": manager.cancel,
@@ -162,6 +149,7 @@ def test_write_to_an_opaque_layer():
     manager = new_manager()
     manager.register_layer("latent", LayerCache.opaque(torch.zeros(2, 4, 1, 16)))
     manager.allocate()
+    manager.bind(Layout({"default": torch.arange(4)}))
     manager.begin(small_window())
     with pytest.raises(RuntimeError, match=r"the planes of layer 'latent' are opaque; call log\(\)"):
         manager.write("latent", *key_value(), torch.arange(4))
@@ -170,14 +158,12 @@ def test_write_to_an_opaque_layer():
 # ---------------------------------------------------------------- refused before anything changes
 
 TOO_MUCH = {
-    "drafts known to the host": (Window(int32(0, 6), int32(5), {"default": torch.arange(6)}, 5),
+    "drafts known to the host": (Window(int32(0, 6), int32(5), 5),
                                  r"begin: window must have 0 to 4 drafts \(max_draft_tokens\), got 5"),
-    "drafts known only to the device": (Window(int32(0, 6), int32(5), {"default": torch.arange(6)}, None),
+    "drafts known only to the device": (Window(int32(0, 6), int32(5), None),
                                         "plan_window: row_slots must have a row for each draft, got 4 rows for 5"),
-    "requests": (Window(int32(0, 2, 4, 6), int32(1, 2, 3), {"default": torch.arange(6)}, 3),
-                 "plan_window: num_requests must be from 0 to the 2"),
-    "tokens": (Window(int32(0, 9), int32(1), {"default": torch.arange(9) % 8}, 1), "plan_window: log_rows must be "),
-    "more drafts than tokens": (Window(int32(0, 2), int32(3), {"default": torch.arange(6)}, 3),
+    "requests": (Window(int32(0, 2, 4, 6), int32(1, 2, 3), 3), "plan_window: num_requests must be from 0 to the 2"),
+    "more drafts than tokens": (Window(int32(0, 2), int32(3), 3),
                                 "plan_window: cu_num_draft_tokens must give a request no more drafts than tokens"),
 }  # fmt: skip
 
@@ -194,30 +180,17 @@ def test_refused(window, sentence):
         manager.begin(window)
     assert manager.state is State.CLOSED
     assert all(torch.equal(a, b) for a, b in zip(before, memory(everything), strict=True))
-    manager.begin(small_window())
-    manager.cancel()
-
-
-def test_commit_looks_only_at_the_named_drafts():
-    """Slots 1 and 3 have drafts, and both are rejected."""
-    manager, cache = new_manager(), torch.zeros(2, 4, 2, 16)
-    manager.register_layer("a", LayerCache.packed(cache))
-    manager.allocate()
-    kept = {1: [1.0, 0.0, 1.0, 1.0], 2: [1.0, 0.0, 1.0, 0.0], None: [1.0, 0.0, 1.0, 0.0]}
-    for num_draft_tokens, expected in kept.items():
-        cache.zero_()
-        window = small_window(num_draft_tokens)
-        manager.begin(window)
-        manager.write("a", *key_value(), window.slot_mappings["default"])
-        manager.commit(torch.tensor([5, 6]), torch.tensor([[7, -1], [7, -1]]))
-        assert cache[0, :, 0, 0].tolist() == expected
+    with pytest.raises(ValueError, match="plan_window: log_rows must be "):
+        manager.bind(Layout({"default": torch.arange(9)}))  # more tokens than the manager's limit
+    with pytest.raises(RuntimeError, match=r"begin: no layout is bound; call bind\(\) first"):
+        manager.begin(small_window())
 
 
 def test_commit_needs_a_column_per_draft():
     """Otherwise it would undo an accepted draft. Nothing is written, and the window stays open."""
     transactions = Transactions(["packed"])
     batch = transactions.batch((Request(1, 3, 3), Request(1, 1, 0)))
-    transactions.manager.begin(batch.window)
+    begin(transactions.manager, batch)
     transactions.forward(batch, batch.drafted)
     before = memory(vars(transactions.manager.buffers))
     with pytest.raises(ValueError, match=r"^reject_rows: sampled_token_ids must have .*2 columns for the 3 drafts"):
@@ -238,7 +211,8 @@ def test_counts_in_place_of_cumulative_counts():
     manager.allocate()
     slots = torch.arange(6)
     drafts, sampled = torch.tensor([5, 6, 7, 8]), torch.tensor([[5, 9, -1], [9, -1, -1]])
-    manager.begin(Window(int32(0, 3, 6), int32(2, 2), {"default": slots}))
+    manager.bind(Layout({"default": slots}))
+    manager.begin(Window(int32(0, 3, 6), int32(2, 2)))
     manager.write("a", *key_value(6), slots)
     sentence = r"commit: draft_token_ids must hold the 2 drafts of the window, then -1, got 4; .*Window.from_counts"
     with pytest.raises(ValueError, match=sentence):
@@ -246,7 +220,7 @@ def test_counts_in_place_of_cumulative_counts():
     manager.cancel()
     for counts, known in (([2, 2], 4), (int32(2, 2), None)):
         cache.zero_()
-        window = Window.from_counts(int32(0, 3, 6), counts, slot_mappings={"default": slots})
+        window = Window.from_counts(int32(0, 3, 6), counts)
         assert window.cu_num_draft_tokens.dtype == torch.int32
         assert (window.cu_num_draft_tokens.tolist(), window.num_draft_tokens) == ([2, 4], known)
         manager.begin(window)
@@ -262,13 +236,12 @@ def test_window_that_no_layer_wrote(end):
     """An engine whose write site does not call the manager. Without slots there is nothing to write."""
     manager = allocated_manager()
     arguments = (int32(0, 0),) if end == "commit_rejected" else (torch.tensor([5, 6]), torch.tensor([[5, 7], [6, 7]]))
-    window = small_window()
-    manager.begin(window)
+    manager.begin(small_window())
     with pytest.raises(RuntimeError, match=rf"{end}: no layer has written in this window; call write\(\) or log\(\)"):
         getattr(manager, end)(*arguments)
     manager.cancel()
-    window.slot_mappings["default"].fill_(-1)
-    manager.begin(window)
+    manager.bind(Layout({"default": torch.full((4,), -1)}))
+    manager.begin(small_window())
     getattr(manager, end)(*arguments)
     assert manager.stats().accepted == 2
 
@@ -311,7 +284,9 @@ def test_windows(kinds):
     transactions = Transactions(kinds)
     for seed, end in enumerate((*ENDS, *ENDS)):
         batch = transactions.batch(MIXED[seed % 3 :], seed=seed % 3, num_draft_tokens_known=seed < 4)
-        transactions.manager.begin(batch.window)
+        if seed % 2:  # an upper bound is enough
+            batch.window = batch.window._replace(num_draft_tokens=16)
+        begin(transactions.manager, batch)
         transactions.forward(batch, lost_tokens(batch, end))
         end(transactions, batch)
         transactions.assert_as_expected()
@@ -323,34 +298,10 @@ def test_the_comparison_finds_a_rejected_draft():
     for kind in KINDS:
         transactions = Transactions([kind])
         batch = transactions.batch(MIXED)
-        transactions.manager.begin(batch.window)
+        begin(transactions.manager, batch)
         transactions.forward(batch, batch.rejected)
         abandon(transactions, batch)
         assert not transactions.is_as_expected()
-
-
-def test_an_upper_bound_of_the_drafts_is_enough():
-    transactions = Transactions()
-    batch = transactions.batch(MIXED)
-    bound = Window(*batch.window[:3], num_draft_tokens=16)
-    transactions.manager.begin(bound)
-    transactions.forward(batch, batch.rejected)
-    commit(transactions, batch)
-    transactions.assert_as_expected()
-
-
-def test_longer_keys_than_slots():
-    """Engines pad key and value, not the slot mapping."""
-    transactions = Transactions(["packed", "split"])
-    batch = transactions.batch(MIXED)
-    transactions.manager.begin(batch.window)
-    for name in transactions.caches:
-        slots = batch.slots[transactions.group_of[name]]
-        rows = transactions.rows(name, len(slots) + 3)
-        transactions.write(name, rows, slots)
-        transactions.expect(name, rows, slots, batch.rejected)
-    commit(transactions, batch)
-    transactions.assert_as_expected()
 
 
 @pytest.mark.parametrize("start", [0, 5])
@@ -359,7 +310,7 @@ def test_debug_mode_compares_the_slots(start, monkeypatch):
     monkeypatch.setattr(nwor_ops.transaction.protocol, "_DEBUG_SYNC", True)
     transactions = Transactions()
     batch = transactions.batch(MIXED)
-    transactions.manager.begin(batch.window)
+    begin(transactions.manager, batch)
     for name in transactions.caches:
         group = transactions.group_of[name]
         elsewhere, views = batch.slots[group].clone(), [plane.view for plane in transactions.caches[name].planes]
@@ -383,7 +334,7 @@ def test_without_debug_mode_slots_are_not_compared():
     """The comparison waits for the device."""
     transactions = Transactions(["packed"])
     batch = transactions.batch(MIXED)
-    transactions.manager.begin(batch.window)
+    begin(transactions.manager, batch)
     elsewhere = batch.slots["full"].clone()
     elsewhere[batch.drafted[-1]] = -1
     transactions.write("packed.0", transactions.rows("packed.0", batch.num_tokens), elsewhere)
@@ -401,7 +352,7 @@ def test_fp8_cache_with_scales():
     key, value = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
     scales = torch.tensor([0.5, 2.0]), torch.tensor([0.25])
     slots = batch.slots["default"]
-    manager.begin(batch.window)
+    begin(manager, batch)
     manager.write("a", key, value, slots, k_scale=scales[0], v_scale=scales[1], kv_cache_dtype="fp8_e4m3")
     manager.commit(batch.draft_token_ids, batch.sampled_token_ids)
     ops.write_kv(
@@ -420,11 +371,11 @@ def begin_again(transactions: Transactions, *requests: Request) -> Batch:
     these bytes, so restoring them would undo a committed row.
     """
     first = transactions.batch(requests, seed=5)
-    transactions.manager.begin(first.window)
+    begin(transactions.manager, first)
     transactions.forward(first, first.rejected)
     commit(transactions, first)
     second = transactions.batch(requests, seed=5)
-    transactions.manager.begin(second.window)
+    begin(transactions.manager, second)
     return second
 
 
@@ -444,63 +395,6 @@ def test_stopped_between_two_planes():
     )
     transactions.manager.cancel()
     transactions.assert_as_expected()
-
-
-# ---------------------------------------------------------------- tensors without data
-
-
-def without_data(kind: str):
-    key, value = key_value()
-    slots = torch.arange(4)
-    if kind == "meta":
-        return key.to("meta"), value.to("meta"), slots.to("meta")
-    if kind == "fake":
-        mode = FakeTensorMode()
-        return tuple(mode.from_tensor(tensor) for tensor in (key, value, slots))
-    if kind == "meta slice":
-        return tuple(tensor.to("meta")[1:] for tensor in (key, value, slots))
-    for tensor in (key, value, slots):
-        tensor.untyped_storage().resize_(0)
-    return key, value, slots
-
-
-@pytest.mark.parametrize("kind", ["meta", "meta slice", "fake", "freed"])
-@pytest.mark.parametrize("window", ["open", "closed"])
-def test_tensors_without_data_pass_through(kind, window):
-    """In profiling and warm-up runs, inside a window or not, nothing is read, logged, written or refused."""
-    manager = allocated_manager()
-    if window == "open":
-        manager.begin(small_window())
-    everything = [vars(manager.buffers), manager.recovery.classes[0].logs, manager._layers.classes[0].caches]
-    everything.append(manager.recovery.classes[0].row_windows)
-    before = memory(everything)
-    key, value, slots = without_data(kind)
-    manager.write("a", key, value, slots)
-    manager.log("a", slots)
-    assert all(torch.equal(a, b) for a, b in zip(before, memory(everything), strict=True))
-    assert manager.state is (State.OPEN if window == "open" else State.CLOSED)
-
-
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-@pytest.mark.parametrize("empty", ["key", "cache"])
-def test_a_tensor_without_elements_does_not_pass_through(mode, empty):
-    """It has no storage either, but it has the wrong shape."""
-    manager = DraftCommitManager(
-        max_num_tokens=8, max_num_requests=2, max_draft_tokens=4, device="cpu", mode=mode, max_drafts_per_request=2
-    )
-    manager.register_layer("a", LayerCache.packed(torch.zeros(8, 2, 0 if empty == "cache" else 2, 16)))
-    manager.allocate()
-    key, value = key_value()
-    arguments = (key[:0] if empty == "key" else key, value, torch.arange(4))
-    with pytest.raises(RuntimeError, match=r"^write of layer 'a': no window is open"):
-        manager.write("a", *arguments)
-    window = small_window()._replace(seq_lens=int32(2, 2), block_tables={"default": int32(0, 1).view(2, 1)})
-    manager.begin(window)
-    with pytest.raises(ValueError, match=r"^write_kv\w*: key must be "):
-        manager.write("a", *arguments)
-    heads = 0 if empty == "cache" else 2
-    manager.write("a", *(torch.zeros(0, heads, 8) for _ in range(2)), torch.arange(0))  # no tokens
-    manager.cancel()
 
 
 # ---------------------------------------------------------------- compiled
@@ -554,7 +448,7 @@ def test_compiled(kinds, backend, dynamic, read):
     for seed in range(2):
         batch = transactions.batch(MIXED, padding=2, seed=seed)
         rows = {name: transactions.rows(name, batch.num_tokens) for name in transactions.caches}
-        transactions.manager.begin(batch.window)
+        begin(transactions.manager, batch)
         outputs = forward(rows, batch.slots)
         finish_writes(transactions, batch, rows)
         for name, output in zip(transactions.caches, outputs, strict=False):
@@ -577,7 +471,7 @@ def test_the_number_of_tokens_stays_a_symbol(dynamic):
         rows = {name: transactions.rows(name, num_tokens) for name in transactions.caches}
         for tensor in itertools.chain(batch.slots.values(), *rows.values()):
             torch._dynamo.mark_dynamic(tensor, 0)
-        transactions.manager.begin(batch.window)
+        begin(transactions.manager, batch)
         forward(rows, batch.slots)
         for name in transactions.caches:
             transactions.expect(name, rows[name], batch.slots[transactions.group_of[name]], batch.rejected)
@@ -604,7 +498,7 @@ def test_compiled_micro_batches(dynamic):
     for seed, cut in enumerate((5, 3)):
         batch = transactions.batch(MIXED, seed=seed)
         rows = {name: transactions.rows(name, batch.num_tokens) for name in transactions.caches}
-        transactions.manager.begin(batch.window)
+        begin(transactions.manager, batch)
         for part in (slice(0, cut), slice(cut, None)):
             some = {name: tuple(plane_rows[part] for plane_rows in rows[name]) for name in rows}
             compiled(some, {group: slots[part] for group, slots in batch.slots.items()}, part.start)
@@ -614,23 +508,6 @@ def test_compiled_micro_batches(dynamic):
 
 
 # ---------------------------------------------------------------- counts
-
-
-@pytest.mark.parametrize(
-    "known",
-    [True, False],
-)
-def test_num_accepted_is_of_the_last_window(known):
-    """Also if that window had no drafts: an engine may read the buffer after every step."""
-    transactions = Transactions(["packed"])
-    for requests in (MIXED, (Request(3), Request(1))):
-        batch = transactions.batch(requests, num_draft_tokens_known=known)
-        transactions.manager.begin(batch.window)
-        transactions.forward(batch, batch.rejected)
-        commit(transactions, batch)
-        expected = [r.accepted for r in requests]
-        expected += [0] * (8 - len(expected))
-        assert transactions.manager.buffers.num_accepted.tolist() == expected
 
 
 def test_log_bytes():
@@ -660,9 +537,3 @@ def test_launches_per_window(layers, kind, monkeypatch):
     by_counts = ["restore_slots_from_rejected", *["restore_slots"] * (restores - 1)]
     assert sorted(bound) == sorted(by_tokens + by_counts)
     assert manager.launches_per_window == len(by_tokens)
-
-
-def test_every_kind_has_the_same_slots():
-    """The batches of these tests rely on it."""
-    for cache in Transactions().caches.values():
-        assert cache.num_slots >= NUM_SLOTS

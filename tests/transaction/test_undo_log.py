@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nwor_ops import DraftCommitManager, LayerCache, Plane, Window
+from nwor_ops import DraftCommitManager, LayerCache, Layout, Plane, Window
 from nwor_ops.transaction.undo_log import _new_log
 
 
@@ -31,17 +31,20 @@ def two_layers(groups: tuple[str, str], blocks: tuple[int, int]) -> tuple[DraftC
     return manager, caches[1].view(-1, 8)
 
 
-def a_draft(slots: dict[str, list[int]]) -> Window:
+def begin_draft(manager: DraftCommitManager, **slots: list[int]) -> dict[str, torch.Tensor]:
+    """Begin a window of a token and a draft. Return its slot mappings."""
     starts, drafts = (torch.tensor(values, dtype=torch.int32) for values in ([0, 2], [1]))
-    return Window(starts, drafts, {group: torch.tensor(of_group) for group, of_group in slots.items()})
+    slot_mappings = {group: torch.tensor(of_group) for group, of_group in slots.items()}
+    manager.bind(Layout(slot_mappings))
+    manager.begin(Window(starts, drafts))
+    return slot_mappings
 
 
 def test_cancel_before_a_smaller_cache_was_reached():
     """The layer that was not reached has fewer slots than the draft's. Nothing was logged there."""
     manager, rows = two_layers(("default", "default"), (4, 8))
-    window = a_draft({"default": [8, 9]})
-    manager.begin(window)
-    manager.write("a", torch.ones(2, 1, 4), torch.ones(2, 1, 4), window.slot_mappings["default"])
+    slots = begin_draft(manager, default=[8, 9])
+    manager.write("a", torch.ones(2, 1, 4), torch.ones(2, 1, 4), slots["default"])
     manager.cancel()
     assert rows[9].tolist() == [0.0] * 8
     assert manager.stats().rejected == 1
@@ -49,11 +52,10 @@ def test_cancel_before_a_smaller_cache_was_reached():
 
 def test_cancel_after_a_write_refused_a_slot():
     manager, rows = two_layers(("small", "large"), (4, 8))
-    window = a_draft({"small": [2, 8], "large": [2, 3]})  # 8 is outside the small cache
-    manager.begin(window)
-    manager.write("a", torch.ones(2, 1, 4), torch.ones(2, 1, 4), window.slot_mappings["large"])
+    slots = begin_draft(manager, small=[2, 8], large=[2, 3])  # 8 is outside the small cache
+    manager.write("a", torch.ones(2, 1, 4), torch.ones(2, 1, 4), slots["large"])
     with pytest.raises(IndexError, match=r"slot_mapping\[1\] must be below 8"):
-        manager.write("b", torch.ones(2, 1, 4), torch.ones(2, 1, 4), window.slot_mappings["small"])
+        manager.write("b", torch.ones(2, 1, 4), torch.ones(2, 1, 4), slots["small"])
     manager.cancel()
     assert rows[3].tolist() == [0.0] * 8
 

@@ -16,7 +16,7 @@ from engine_child import describe_session, drop_prefix_cache
 from engines import ENGINE, ENVIRONMENT, SMALL, Engines, metrics_of, model_folder, prompts, run_requests, sampling
 from vllm.forward_context import get_forward_context, override_forward_context
 
-from nwor_ops import LayerCache, Window
+from nwor_ops import LayerCache, Layout, Window
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction.connectors import ConnectorAttachment
@@ -197,7 +197,8 @@ class Exporting:
         self.attached = ConnectorAttachment(runner_with(EXPORT))
         self.attached.follow(self.session)
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-        self.session.begin(Step, Window(starts, counts, slots, 2), lambda: ([0, 3], [2]))
+        self.session.bind(Layout(slots))
+        self.session.begin(Step, Window(starts, counts, 2), lambda: ([0, 3], [2]))
         with override_forward_context("the step's"):
             self.attached.save_kv_layer(self.export, "layer", cache, None, more=1)
         assert self.exported == []

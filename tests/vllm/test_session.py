@@ -94,7 +94,8 @@ class Listened:
             shadow_blocks=None, logger=logging.getLogger("test"),
         )  # fmt: skip
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-        self.window = Window(starts, counts, slots, 2)
+        self.session.bind(Layout(slots))
+        self.window = Window(starts, counts, 2)
         self.session.begin(Step, self.window, lambda: ([0, 3], [2]))
         self.session.writer("layer")(None, KEYS, KEYS, self.cache, slots["0"])
         listener = Hearing()
