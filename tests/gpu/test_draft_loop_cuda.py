@@ -82,22 +82,6 @@ def test_three_modes_equal_plain_drafting(drafters, num_drafts, temperature):
             assert (drafter.buffers.draft_tokens[num_reqs:, 1:] == NEVER).all()
 
 
-@pytest.mark.parametrize("num_drafts", NUM_DRAFTS)
-def test_drafts_at_the_model_limit(drafters, num_drafts):
-    """Sequences of each length around block and window boundaries, and up to max_len."""
-    drafter = drafters(num_drafts)
-    drafter.temperature.fill_(0.0)
-    most = MAX_LEN - num_drafts - 2
-    batch = make_round(drafter, most, 5, lengths=list(range(most, 0, -1)))
-    batch.num_rejected[:3] = 0
-    expected = plain_drafts(drafter, batch.texts, batch.states)
-    assert len(batch.texts[0]) == MAX_LEN
-    for mode in GRAPHS:
-        assert draft(drafter, batch, mode) == expected
-        require_metadata_of_every_step(drafter, batch, padded_to(most))
-        require_only_own_slots_written(drafter, batch)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_many_rounds(device, temperature):
     """One capture and many consecutive batches, with eager prefills in between."""
@@ -139,22 +123,6 @@ def test_hidden_states_and_poisoned_tails(device, num_drafts, temperature):
                 assert (follower.loop.metadata.slots[0, num_reqs:rows] == -1).all()
     if num_drafts == 1:
         assert not follower.loop.counts
-
-
-def test_own_sampler_is_captured(device):
-    """Torch's argmax as int64 and int32, captured."""
-    outputs = []
-    for sample in (lambda logits: logits.argmax(-1), lambda logits: logits.argmax(-1).int(), None):
-        follower = Follower(4, 8, 30, device)
-        if sample is not None:
-            follower.loop.sample_fn = lambda key, hidden, sample=sample, follower=follower: sample(
-                follower.logits(hidden)
-            )
-        follower.loop.capture([GraphKey(8)], GRAPHS)
-        for mode in GRAPHS:
-            follower.load(5, seed=3)
-            outputs.append(follower.loop.run(5, mode).tolist())
-    assert outputs == outputs[:1] * 6
 
 
 # ---------------------------------------------------------------- capture

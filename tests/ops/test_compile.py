@@ -1,7 +1,7 @@
 """torch.compile(fullgraph=True): the same bytes as eager, and no cache or log is ever copied.
 
 The ops guarantee their bytes. torch and Inductor do not: the order of a sum depends on the instruction set and on the
-number of threads. Models and steps in this file let torch compute only what every order computes exactly.
+number of threads. Steps in this file let torch compute only what every order computes exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from expecttest import assert_expected_inline
 from oracle_checks import random_log
 from tensors import flags, int32, int64
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
@@ -25,12 +25,11 @@ from nwor_ops import ops
 from nwor_ops.ops import registry
 from nwor_ops.testing import layouts, samples
 
-# Everything the model computes itself is smaller than a log, so a buffer of a log's size is a copy.
+# Everything that a step computes itself is smaller than a log, so a buffer of a log's size is a copy.
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 2, 101, 4, 2, 8
 HIDDEN = HEADS * HEAD_SIZE
 LOG_ROWS = 67
 LOG_SIZE = LOG_ROWS * HEADS * HEAD_SIZE
-PAGES_READ = 3
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,63 +46,8 @@ def compiled(function, **options):
     return torch.compile(function, fullgraph=True, **options)
 
 
-class PagedModel(nn.Module):
-    """Attention over a paged cache, written in plain PyTorch around the op.
-
-    All weights are small integers. The attention weights are clamped, not normalised. Every sum is therefore exact in
-    float32, and every order of additions gives the same bytes.
-    """
-
-    def __init__(self, write):
-        super().__init__()
-        self.write = write
-        generator = torch.Generator().manual_seed(0)
-
-        def weights(*shape):
-            return nn.Parameter(torch.randint(-1, 2, shape, generator=generator).float(), requires_grad=False)
-
-        self.qkv = nn.ParameterList([weights(HIDDEN, 3 * HIDDEN) for _ in range(LAYERS)])
-        self.out = nn.ParameterList([weights(HIDDEN, HIDDEN) for _ in range(LAYERS)])
-
-    def forward(
-        self, hidden: Tensor, backing: Tensor, slot_mapping: Tensor, block_table: Tensor, scale: Tensor,
-        log_rows: Tensor, logs: Tensor, window_id: Tensor, row_windows: Tensor,
-    ) -> Tensor:  # fmt: skip
-        for layer in range(LAYERS):
-            query, key, value = (hidden @ self.qkv[layer]).view(-1, 3, HEADS, HEAD_SIZE).unbind(1)
-            # Views of one backing buffer, made inside the traced function.
-            key_cache, value_cache = backing[:, layer].split(HEAD_SIZE, -1)
-            key_log, value_log = logs[0, layer], logs[1, layer]
-            self.write(
-                key, value, key_cache, value_cache, slot_mapping, scale, scale, "auto",
-                log_rows, key_log, value_log, window_id, row_windows[layer],
-            )  # fmt: skip
-            keys = key_cache[block_table].flatten(0, 1)
-            values = value_cache[block_table].flatten(0, 1)
-            weights = torch.einsum("thd,shd->hts", query, keys).clamp(0, 3)
-            read = torch.einsum("hts,shd->thd", weights, values).flatten(1)
-            hidden = (hidden + read @ self.out[layer]).clamp(-2, 2)
-        return hidden
-
-
 def small_integers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
-
-
-def step(tokens: int = 6, seed: int = 0) -> tuple:
-    """Arguments of the model; drafts in every second token, one token skipped."""
-    pages = torch.Size((BLOCKS, LAYERS, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE))
-    order = torch.randperm(PAGES_READ * BLOCK_SIZE, generator=torch.Generator().manual_seed(seed)).tolist()
-    slots = [slot + 40 for slot in order[:tokens]]
-    slots[1] = -1
-    return (
-        small_integers(tokens, HIDDEN, seed=seed),
-        small_integers(*pages, seed=seed + 1),
-        int64(*slots), int64(10, 11, 12), torch.ones(1),
-        int32(*[token // 2 if token % 2 == 0 else -1 for token in range(tokens)]),
-        small_integers(2, LAYERS, LOG_ROWS, HEADS, HEAD_SIZE, seed=seed + 2),
-        int64(3), int64(*[0] * LAYERS * LOG_ROWS).view(LAYERS, LOG_ROWS),
-    )  # fmt: skip
 
 
 def assert_same_as_eager(eager, compiled_function, *calls: tuple) -> None:
@@ -134,118 +78,79 @@ def allocated_elements(code: str) -> list[int]:
     return [math.prod(ast.literal_eval(size)) for size in re.findall(r"= empty_strided\w*\((\([^()]*\))", code)]
 
 
-# ---------------------------------------------------------------- the model
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("write", [ops.write_kv_logged, torch.ops.nwor.write_kv_logged], ids=["wrapper", "op"])
-def test_model(write):
-    """One compilation serves steps with other slots, drafts and values."""
-    model = PagedModel(write)
-    assert_same_as_eager(model, compiled(model), step(), step(seed=5), step(seed=9))
-
-
-def test_model_of_any_number_of_tokens():
-    """After the second call the number of tokens is symbolic; the cache keeps its size, as in any engine."""
-    model = PagedModel(ops.write_kv_logged)
-    assert_same_as_eager(model, compiled(model), step(6), step(9), step(4), step(11))
-
-
-@pytest.mark.xfail(strict=True, reason="pytorch #198068: symbolic storage offsets of mutated views become 0")
-def test_model_of_any_cache_size():
-    """Not a defect of the ops: any mutating custom op on a view made in the traced function is hit."""
-    model = PagedModel(ops.write_kv_logged)
-    assert_same_as_eager(model, compiled(model, dynamic=True), step())
-
-
-def test_no_cache_or_log_is_copied():
-    sizes = allocations(PagedModel(ops.write_kv_logged), *step())
-    assert sizes, "the pattern finds no allocation at all: it no longer fits Inductor's code"
-    assert max(sizes) < LOG_SIZE
-
-
-def copies_the_cache(model, hidden, backing, *rest):
-    """A functional step: the old cache stays and a new one is returned."""
-    fresh = backing.clone()
-    return model(hidden, fresh, *rest), fresh
-
-
-def copies_a_log(model, *arguments):
-    """Hands out the old log next to the new one."""
-    old = arguments[6][0, 0].clone()
-    return model(*arguments), old
-
-
-@pytest.mark.parametrize("functional", [copies_the_cache, copies_a_log])
-def test_a_copy_would_be_seen(functional):
-    """The check above can fail."""
-    model = PagedModel(ops.write_kv_logged)
-    sizes = allocations(lambda *arguments: functional(model, *arguments), *step())
-    assert max(sizes) >= LOG_SIZE
-
-
 # ---------------------------------------------------------------- the transaction
 
 
 def transaction(
     backing, keys, values, slot_mapping, query_start_loc, cu_num_draft_tokens, draft_token_ids,
     sampled_token_ids, log_rows, row_slots, row_requests, row_positions, row_rejected, num_accepted,
-    counters, draft_start_loc, logs, scale,
+    counters, draft_start_loc, logs, scale, row_windows,
 ):  # fmt: skip
-    """Plan, write every layer, decide, put back: one graph, every view made inside it."""
+    """Plan, write every layer, decide, put back: one graph, every view made inside it. Other code reads the cache."""
     ops.plan_window(
         query_start_loc, cu_num_draft_tokens, [slot_mapping], log_rows, row_slots, row_requests,
         row_positions, counters, draft_start_loc,
     )  # fmt: skip
+    read, blocks, offsets = [], slot_mapping // BLOCK_SIZE, slot_mapping % BLOCK_SIZE
     for layer in range(LAYERS):
         key_cache, value_cache = backing[:, layer].split(HEAD_SIZE, -1)
         key_log, value_log = logs[layer].split(HEAD_SIZE, -1)
         ops.write_kv_logged(
             keys[layer] * 2, values[layer] + 1, key_cache, value_cache, slot_mapping, scale, scale, "auto",
-            log_rows, key_log, value_log,
+            log_rows, key_log, value_log, counters[:1], row_windows[layer],
         )  # fmt: skip
+        read.append(key_cache[blocks, offsets] + value_cache[blocks, offsets])
     ops.reject_rows(draft_token_ids, sampled_token_ids, draft_start_loc, row_rejected, num_accepted, counters)
     # A list of planes: every layer of the one backing buffer, keys and values together.
     ops.restore_slots(list(backing.unbind(1)), logs, row_slots[0], row_rejected)
     accepted, _ = ops.acceptance_mask(draft_token_ids, sampled_token_ids, draft_start_loc)
-    return accepted, num_accepted + 1
+    return accepted, num_accepted + 1, read
 
 
-def transaction_arguments() -> tuple:
+def transaction_arguments(padding: int = 0) -> tuple:
     """Requests of 1 + 3 and 2 + 2 tokens (given and drafted); one of three and two of two drafts accepted."""
-    backing = layouts.random_bytes(BLOCKS * LAYERS * BLOCK_SIZE * HIDDEN * 2, torch.float32, seed=4)
+    backing = layouts.random_bytes(BLOCKS * LAYERS * BLOCK_SIZE * HIDDEN * 2, torch.int16, seed=4).float()
+    tokens = 8 + padding
     return (
         backing.view(BLOCKS, LAYERS, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE),
-        small_integers(LAYERS, 8, HEADS, HEAD_SIZE, seed=1),
-        small_integers(LAYERS, 8, HEADS, HEAD_SIZE, seed=2),
-        int64(40, 41, 42, 43, 7, 6, 5, 403), int32(0, 4, 8), int32(3, 5), int64(11, 12, 13, 14, 15),
-        torch.tensor([[11, 99, -1, -1], [14, 15, 16, -1]]), int32(*[5] * 8),
+        small_integers(LAYERS, tokens, HEADS, HEAD_SIZE, seed=1),
+        small_integers(LAYERS, tokens, HEADS, HEAD_SIZE, seed=2),
+        int64(40, 41, 42, 43, 7, 6, 5, 403, *[-1] * padding), int32(0, 4, 8), int32(3, 5), int64(11, 12, 13, 14, 15),
+        torch.tensor([[11, 99, -1, -1], [14, 15, 16, -1]]), int32(*[5] * tokens),
         int64(*[5] * LOG_ROWS).view(1, -1),
         int32(*[5] * LOG_ROWS), int32(*[5] * LOG_ROWS), flags(*[1] * LOG_ROWS), int32(9, 9),
         int64(*[0] * len(ops.COUNTERS)), int32(9, 9, 9),
-        layouts.random_bytes(LAYERS * LOG_ROWS * HIDDEN * 2, torch.float32, seed=5).view(
-            LAYERS, LOG_ROWS, HEADS, 2 * HEAD_SIZE
-        ),
-        torch.ones(1),
+        small_integers(LAYERS, LOG_ROWS, HEADS, 2 * HEAD_SIZE, seed=5), torch.ones(1),
+        int64(*[0] * LAYERS * LOG_ROWS).view(LAYERS, LOG_ROWS),
     )  # fmt: skip
 
 
 def test_transaction():
-    """And the promise itself: after it, only prompt, target and accepted slots have changed."""
+    """One compilation serves steps of any number of tokens. Only prompt, target and accepted slots change."""
+    compiled_transaction = compiled(transaction)
+    assert_same_as_eager(transaction, compiled_transaction, *map(transaction_arguments, (0, 3, 1, 5)))
     arguments = transaction_arguments()
-    assert_same_as_eager(transaction, compiled(transaction), arguments)
     ours = layouts.twin(arguments)
     with torch.no_grad():
-        compiled(transaction)(*ours)
-    changed = (ours[0].view(torch.int32) != arguments[0].view(torch.int32)).flatten(3).any(-1).any(1)
+        compiled_transaction(*ours)
+    changed = (ours[0] != arguments[0]).flatten(3).any(-1).any(1)
     slots = [block * BLOCK_SIZE + offset for block, offset in changed.nonzero().tolist()]
     assert slots == [5, 6, 7, 40, 41, 403]
 
 
 def test_transaction_copies_nothing():
     sizes = allocations(transaction, *transaction_arguments())
-    assert sizes
+    assert sizes, "the pattern finds no allocation at all: it no longer fits Inductor's code"
     assert max(sizes) < LOG_SIZE
+
+
+@pytest.mark.parametrize("copied", [0, 16])
+def test_copy_is_seen(copied):
+    """The check above can fail: a functional step keeps the old cache, or the old log."""
+    sizes = allocations(
+        lambda *arguments: (arguments[copied].clone(), transaction(*arguments)), *transaction_arguments()
+    )
+    assert max(sizes) >= LOG_SIZE
 
 
 def test_log_and_restore_around_another_writer():

@@ -36,19 +36,6 @@ def test_every_op_is_documented_and_exported():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_wrapper_takes_the_arguments_of_the_schema(op):
-    """Function and op have the same names, order and defaults, so a call can use either."""
-    import inspect
-
-    parameters = inspect.signature(getattr(ops, op)).parameters.values()
-    arguments = overload(op)._schema.arguments
-    assert [p.name for p in parameters] == [a.name for a in arguments]
-    for parameter, argument in zip(parameters, arguments, strict=True):
-        default = None if parameter.default is parameter.empty else parameter.default
-        assert default == argument.default_value
-
-
-@pytest.mark.parametrize("op", OPS)
 def test_call_by_names(op):
     """Every argument can be passed by name, with the same result. A pickled function is found again."""
     arguments = samples.calls(op, 1)[0]
@@ -69,13 +56,6 @@ def test_call_that_does_not_fit_the_signature(op):
         getattr(ops, op)(*arguments, drafts=1)
     with pytest.raises(TypeError, match=f"^{op}: multiple values for argument '{first}'$"):
         getattr(ops, op)(*arguments, **{first: arguments[0]})
-
-
-@pytest.mark.parametrize("key", ["CPU", "Meta"])
-@pytest.mark.parametrize("op", OPS)
-def test_kernel_and_fake_are_registered(op, key):
-    """opcheck does not notice a missing fake of an op that returns nothing. This test does."""
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"nwor::{op}", key)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -166,7 +166,7 @@ class Batch:
         self.temperature = torch.tensor([rng.choice([0.0, 0.7, 1.3]) for _ in range(ROWS)])
         self.seeds = torch.tensor([rng.randrange(2**40) for _ in range(ROWS)])
 
-    def propose(self, side: Side, dp_sync_state: Any = None) -> Tensor:
+    def propose(self, side: Side) -> Tensor:
         for table, state in zip(self.tables, side.tables.states, strict=True):
             state.copy_(table)
         for cache, wanted in zip(side.speculator.model.caches, self.caches, strict=True):
@@ -181,7 +181,7 @@ class Batch:
             last_sampled = side.speculator.last_sampled.view(-1, 1).copy_(last_sampled)
         drafts = side.speculator.propose(
             batch, {}, {}, torch.empty(0), None, num_sampled, rejected, last_sampled, torch.empty(0),
-            self.temperature, self.seeds, dp_sync_state=dp_sync_state,
+            self.temperature, self.seeds,
             num_speculative_tokens=self.drafts,
         )  # fmt: skip
         wanted = drafts[:, : self.drafts].clone()
@@ -288,24 +288,6 @@ def compare(probabilistic: bool, schedule: list[list[int]] | None) -> str:
     return json.dumps({"replays": report.replays, "eager": report.eager, "repeated": repeated})
 
 
-def with_experts_on_two_ranks() -> str:
-    """Show what vLLM's speculator does under data parallelism with a mixture-of-experts target, which is why it is
-    refused."""
-    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
-
-    config = make_config(probabilistic=False)
-    config.parallel_config.data_parallel_size, config.parallel_config.is_moe_model = 2, True
-    batch = Batch(random.Random(0), True, near_end=False, verified=K, drafts=[K] * (ROWS + 1))
-    tokens = sum(batch.lengths)
-    try:
-        batch.propose(
-            Side(StandaloneARSpeculator, config), SimpleNamespace(num_tokens_across_dp=torch.tensor([tokens, tokens]))
-        )
-    except AssertionError as error:
-        return f"{error}, with {tokens} tokens and {batch.rows} requests"
-    return "drafts"
-
-
 def use_speculators() -> None:
     """Enable the interpreter, and replace what it cannot run of vLLM's speculators."""
     use_interpreter()
@@ -321,7 +303,6 @@ def main() -> None:
         for schedule in (None, SCHEDULE):
             name = ("probabilistic" if probabilistic else "greedy") + ("-dynamic" if schedule else "")
             print(name, compare(probabilistic, schedule))
-    print("data-parallel", with_experts_on_two_ranks())
 
 
 if __name__ == "__main__":

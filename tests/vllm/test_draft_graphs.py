@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -70,12 +69,6 @@ def test_speculator_drafts_what_vllm_drafts() -> None:
         else:  # with at most one draft, only the first pass runs
             assert ran["replays"]["decode"] > 10
         assert ran["replays"]["first_pass"] + sum(ran["eager"].values()) == 40 + ran["repeated"]
-    # vLLM's speculator under data parallelism: the target's tokens differ from those of its first pass.
-    counts = re.fullmatch(r"(\d+) (\d+), with (\d+) tokens and (\d+) requests", lines["data-parallel"])
-    assert counts
-    across, first_pass, tokens, requests = map(int, counts.groups())
-    assert across == tokens
-    assert first_pass == tokens + requests
 
 
 @pytest.mark.long
