@@ -75,7 +75,7 @@ def run_doctor(report: Report, verbose: bool) -> int:
             report.line(f"  {_MARKS[finding.ok]} {finding.name}: {finding.detail}")
     if not verbose:
         more = f"{len(problems)} problems, " if len(problems) > MOST_PROBLEMS else ""
-        report.line(f"{more}{len(findings)} findings in all: nwor-ops doctor --verbose")
+        report.line(f"{more}{len(findings)} checks in all: nwor-ops doctor --verbose")
     listed = [asdict(finding) for finding in findings]
     report.json({"usable": not problems, "exit_code": outcome.value, "findings": listed})
     return outcome.value
