@@ -3,14 +3,14 @@
     python benchmarks/draft_vocabulary.py [--folder FOLDER]
 
 The head has the shape of Qwen3.5-9B: 248,320 x 4,096 in bfloat16. Tokens follow Zipf's law. With its exponent an update
-copies 59 rows per 1,000 tokens. Real texts copy 15 to 51 (`draft_vocabulary_coverage.py`). In `update/R` each of R
+copies 59 rows per 1,000 tokens. Real texts copy 15 to 51 (`draft_vocabulary_coverage.jsonl`). In `update/R` each of R
 requests sampled 1 to 4 tokens. In `update/16+P` a prompt of P tokens came in too. A graph holds 20 updates with other
 tokens each. Before each replay the set is restored, so that the same tokens are missing again. `entered/...` is the
 mean number of rows that an update copies.
 
 `draft/ROWS/R` is the matrix product and the argmax of R requests. `head/R` is the same over the whole head by torch.
-`argmax/ROWS/R` and `expand/32768/R` are single ops. Times are medians in microseconds of one call. `host/16` is the
-host's time of the two calls that the plugin adds to a step: gathering its tokens, and the update.
+Times are medians in microseconds of one call. `host/16` is the host's time of the two calls that the plugin adds to a
+step: gathering its tokens, and the update.
 """
 
 from __future__ import annotations
@@ -121,30 +121,17 @@ def host_row(head: Tensor) -> Row:
 
 
 def draft_rows(head: Tensor) -> list[Row]:
-    rows = []
     hidden = {requests: torch.randn(requests, HIDDEN, dtype=torch.bfloat16, device=DEVICE) for requests in REQUESTS}
-    for requests, states in hidden.items():
-        rows.append(timed(f"head/{requests}", lambda _, h=states: torch.nn.functional.linear(h, head).argmax(-1)))
+    rows = [
+        timed(f"head/{requests}", lambda _, h=states: torch.nn.functional.linear(h, head).argmax(-1))
+        for requests, states in hidden.items()
+    ]
     for size in SIZES:
         vocabulary = DraftVocabulary(head, size)
-        for requests, states in hidden.items():
-            logits, tokens = vocabulary.logits(states), torch.empty(requests, dtype=torch.int64, device=DEVICE)
-            ids, of_tokens = vocabulary.token_ids, vocabulary.row_of_token
-            rows += [
-                timed(f"draft/{size}/{requests}", lambda _, v=vocabulary, h=states: v.draft(h)),
-                timed(
-                    f"argmax/{size}/{requests}",
-                    lambda _, x=logits, i=ids, t=tokens: ops.argmax_draft_tokens(x, i, t),
-                ),
-            ]
-            if size == ROWS:
-                out = torch.empty(requests, VOCABULARY, dtype=torch.bfloat16, device=DEVICE)
-                rows.append(
-                    timed(
-                        f"expand/{size}/{requests}",
-                        lambda _, x=logits, r=of_tokens, o=out: ops.expand_draft_logits(x, r, o),
-                    )
-                )
+        rows += [
+            timed(f"draft/{size}/{requests}", lambda _, v=vocabulary, h=states: v.draft(h))
+            for requests, states in hidden.items()
+        ]
     return rows
 
 
