@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import nwor_ops
+from nwor_ops import RecurrentCache
 from nwor_ops.testing.host_graphs import CountedLoop, HostGraphLoop
 
 HEAD_SIZE = 128  # recurrent states, as in Qwen3-Next
@@ -38,9 +39,11 @@ def recurrent_states(num_drafts: int) -> dict[str, Any]:
     plain = decoding.HybridEngine(config, num_drafts=num_drafts).generate(prompts, OUTPUT_TOKENS, speculate=False)
     engine = decoding.HybridEngine(config, num_drafts=num_drafts)
     tokens = engine.generate(prompts, OUTPUT_TOKENS, speculate=True)
-    memory, stats = engine.states.memory(), engine.manager.stats()
+    caches = [cache for cache in engine.caches.values() if isinstance(cache, RecurrentCache)]
+    state = sum(cache.state[0].nbytes for cache in caches)
+    record, stats = sum(part[0].nbytes for cache in caches for part in cache.records), engine.manager.stats()
     return {
-        "bytes": {"every_state": memory.every_state, "state": memory.state, "record": memory.record},
+        "bytes": {"every_state": (num_drafts + 1) * state, "state": state, "record": record},
         "accepted": stats.accepted,
         "rejected": stats.rejected,
         "same_as_plain": tokens == plain,
