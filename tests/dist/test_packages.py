@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TOOL, VERSION = PROJECT["tool"]["nwor_ops"], PROJECT["project"]["version"]
 [WHEEL] = (ROOT / "dist").glob("*.whl")
 [SDIST] = (ROOT / "dist").glob("*.tar.gz")
-CLI = ["typer", "rich", "matplotlib"]
+CLI = ["typer", "rich"]
 SENTENCE = "nwor-ops: typer is not installed; install it with: pip install '.[cli]' in a checkout, or 'nwor_ops[cli]'"
 AN_OP = """
 import torch, nwor_ops

@@ -114,10 +114,6 @@ def test_block_of_python_runs(block: Block, device: str) -> None:
         assert not names["states"].cursors.table[:, 0].any()  # all rows are folded
 
 
-def test_there_are_blocks_of_python() -> None:
-    assert {block.document for block in PYTHON} > set(GIVEN)
-
-
 # ---------------------------------------------------------------- commands
 
 

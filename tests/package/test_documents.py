@@ -91,11 +91,6 @@ def test_named_files_exist(document: pathlib.Path) -> None:
     assert [name for name in sorted(names(document.read_text())) if missing(name)] == []
 
 
-def test_search_for_files_finds_them() -> None:
-    for document in ("CONTRIBUTING.md", "docs/internals/architecture.md"):
-        assert len(names((ROOT / document).read_text())) > 20
-
-
 def test_named_tests_exist() -> None:
     sources = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     tests = {name for text in sources.values() for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}

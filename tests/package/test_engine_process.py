@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
-from nwor_ops.testing import engine_process
+from nwor_ops.testing import engine_process, ports
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
 
 READY = "print('{\"versions\": {}}', flush=True)"
@@ -38,8 +39,10 @@ def serving(error: str) -> str:
          "stopped: OutOfMemoryError: no memory"),
         (serving("raise ValueError('1 validation error\\n  no such\\n   model')"),
          "stopped: ValueError: 1 validation error no such model"),
+        (serving("raise RuntimeError('it failed') from ValueError('no memory left')"),
+         "stopped: ValueError: no memory left; then RuntimeError: it failed"),
     ],
-    ids=["exit", "core", "core, with an answer", "answer"],
+    ids=["exit", "core", "core, with an answer", "answer", "cause"],
 )  # fmt: skip
 def test_failed_start_names_innermost_error(program, sentence, tmp_path):
     engine = start(tmp_path, program)
@@ -107,3 +110,12 @@ def test_vanilla_environment_has_nothing_of_ours(monkeypatch):
     assert [name for name in vanilla if re.match("VLLM_NWOR", name)] == []
     audited = engine_environment("cow", audit=True)
     assert (audited["VLLM_NWOR_MODE"], audited["VLLM_NWOR_AUDIT"]) == ("cow", "1")
+
+
+def test_taken_port_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = ports.free_port()
+    assert ports.FIRST <= port < 29500  # where vLLM's default ports begin; those of Linux begin at 32768
+    monkeypatch.setattr(ports, "_asked", iter(range((port - ports.FIRST - os.getpid() * 17) % ports.COUNT, 10**6)))
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))  # one address of this host is enough
+        assert ports.free_port() != port

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from math import prod
 
 import draft_loop
 import draft_vocabulary
@@ -18,11 +17,8 @@ from processes import ROOT
 from recurrent_decoding import GatedDeltaNet, HybridConfig, HybridEngine
 from recurrent_states import Kind, Weights, in_double_precision
 from speculative_decoding import BLOCK_SIZE, Engine, make_prompts, prompt_lookup
-from token_tree import NO_PARENT, TreeVerifier, lookup_tree
 from torch._dynamo.utils import counters
-from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
-from tree_in_pages import PagesVerifier
 
 from nwor_ops import RecurrentCache, RecurrentStates
 
@@ -84,17 +80,6 @@ class Audited(Engine):
         return sampled
 
 
-class Foreknowing(Engine):
-    """Give no slot to drafts that another run found to be rejected, so that they are never written."""
-
-    rejected: list[list[int]]
-
-    def build_step(self, running):
-        step = super().build_step(running)
-        step.batch.slot_mapping[self.rejected.pop(0)] = -1
-        return step
-
-
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
     return generate(make_engine(num_drafts=0))
@@ -150,13 +135,6 @@ def test_speculative_decoding_keeps_no_rejected_draft(plain, layout, mode):
     blocks_used = sum(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // BLOCK_SIZE) for prompt in PROMPTS)
     assert blocks_used > engine.max_requests * engine.max_blocks / 2
 
-    never_saw = make_engine(Foreknowing, layout=layout)
-    never_saw.rejected = list(engine.rejected)
-    assert generate(never_saw) == plain
-    assert never_saw.manager.stats().rejected == stats.rejected
-    for cache, expected in zip(engine.caches, never_saw.caches, strict=True):
-        assert torch.equal(cache[: engine.num_pages], expected)
-
 
 class Boom(Exception):
     pass
@@ -197,26 +175,14 @@ def test_failed_forward_is_undone(plain, mode):
 
 # ---------------------------------------------------------------- compiled
 
-COMPILED = pytest.mark.xdist_group("the compiled engine of test_examples")  # one process compiles it
 
-
-@pytest.fixture(scope="module")
-def compiled():
-    """Return a compiled engine after one run, its output, and the code from inductor."""
+@pytest.mark.long
+def test_compiled_engine_runs_ops_without_recompiling(plain):
+    """Its cache is audited in each step, as without compilation."""
     torch.compiler.reset()
     counters.clear()
-    with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph has no code to show
-        engine = make_engine(Audited, compile=True)
-        output, code = run_and_get_code(generate, engine)
-    return engine, output, code
-
-
-@COMPILED
-@pytest.mark.long
-def test_compiled_engine_runs_ops_without_recompiling(compiled, plain):
-    """Its cache is audited in each step, as without compilation."""
-    engine, output, _ = compiled
-    assert output == plain
+    engine = make_engine(Audited, compile=True)
+    assert generate(engine) == plain
     assert min(engine.manager.stats().accepted, engine.manager.stats().rejected) > 20
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == len(engine.token_budgets)
@@ -230,23 +196,6 @@ def test_compiled_engine_runs_ops_without_recompiling(compiled, plain):
     steps = engine.manager.stats().windows - steps
     assert ran["nwor::write_kv_logged"] == steps * CONFIG.num_layers
     assert ran["nwor::_begin_bound"] == ran["nwor::_commit_tokens_bound"] == steps
-
-
-@COMPILED
-@pytest.mark.long
-def test_compiled_code_writes_in_place(compiled):
-    """Each layer's op is called once on the cache itself. Nothing of the size of a cache or a log is allocated."""
-    engine, _, code = compiled
-    assert len(code) == len(engine.token_budgets)
-    cache = engine.caches[0]
-    log = CONFIG.num_layers * engine.manager.max_draft_tokens * prod(cache.shape[2:])
-    for source in code:
-        assert source.count("torch.ops.nwor.write_kv_logged.default(") == CONFIG.num_layers
-        allocated = re.findall(r"empty_strided\w*\(\(([\d, ]*)\)", source)
-        sizes = [prod(int(size) for size in shape.split(",") if size.strip()) for shape in allocated]
-        assert sizes, "the pattern no longer matches what inductor writes"
-        assert not {cache.numel(), CONFIG.num_layers * cache.numel(), log} & set(sizes)
-        assert "clone" not in source
 
 
 # ---------------------------------------------------------------- command lines
@@ -301,93 +250,6 @@ def test_draft_loop_notices_other_drafts(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["draft_loop.py"])
     assert draft_loop.main() == 1
     assert "in all three modes: NO" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------- token trees
-
-
-class AuditedTrees(TreeVerifier):
-    """Compare the whole cache before and after every step, and count how many tokens trees gain."""
-
-    def __init__(self, **options) -> None:
-        super().__init__(CONFIG, **{"branches": 3, "depth": 4, "max_requests": 3, "max_context": 64} | options)
-        generator = torch.Generator().manual_seed(1)
-        for cache in self.caches:  # rows of earlier requests
-            cache.copy_(torch.randn(cache.shape, generator=generator))
-        self.rejected = self.second_branches = 0
-
-    def step(self, running):
-        before = [cache.clone() for cache in self.caches]
-        super().step(running)
-        for cache, old in zip(self.caches, before, strict=True):
-            changed = (cache != old).any(dim=(2, 3)).flatten().nonzero().flatten().tolist()
-            assert sorted(changed) == sorted(self.kept_slots), "something else than the accepted path was written"
-
-    def accept(self, batch, best):
-        accepted = super().accept(batch, best)
-        self.kept_slots = batch.slot_mapping[accepted].tolist()
-        assert len(set(self.kept_slots)) == len(self.kept_slots)
-        self.rejected += int((~accepted).sum())
-        first_children = {}
-        for token, parent in enumerate(batch.parents.tolist()):
-            first_children.setdefault(parent if batch.is_draft[token] else -1, token)
-        self.second_branches += sum(
-            bool(accepted[token]) and first_children[parent] != token
-            for token, parent in enumerate(batch.parents.tolist()) if batch.is_draft[token]
-        )  # fmt: skip
-        return accepted
-
-
-def test_lookup_tree():
-    text = [1, 2, 3, 1, 2, 4, 1, 5, 1]
-    assert lookup_tree(text, 3, 2) == [(5, NO_PARENT), (1, 0), (2, NO_PARENT), (4, 2), (3, 2)]
-    assert lookup_tree(text, 1, 3) == [(5, NO_PARENT), (1, 0)]
-    assert lookup_tree(text, 0, 3) == lookup_tree([1, 2], 3, 3) == lookup_tree(text, 3, 0) == []
-
-
-def test_tree_fills_pages(plain):
-    """Trees use pages only for as many tokens as the pages can hold."""
-    prompt = PROMPTS[1]
-    length = len(prompt) + NUM_OUTPUT_TOKENS
-    assert length % BLOCK_SIZE == 0
-    assert AuditedTrees(max_requests=1, max_context=length).generate([prompt], NUM_OUTPUT_TOKENS) == plain[1:2]
-
-
-@pytest.mark.parametrize("branches", [0, 1, 3])
-def test_token_trees_decode_like_plain(plain, branches):
-    verifier = AuditedTrees(branches=branches)
-    assert verifier.generate(PROMPTS, NUM_OUTPUT_TOKENS) == plain
-    stats = verifier.buffer.stats()
-    assert stats.rejected == verifier.rejected
-    assert stats.incomplete == 0
-    assert stats.stage_operations == CONFIG.num_layers * stats.staged
-    # Every token except the last one of each request was committed exactly once.
-    assert stats.committed == sum(map(len, PROMPTS)) + len(PROMPTS) * (NUM_OUTPUT_TOKENS - 1)
-    if branches > 1:
-        assert verifier.second_branches > 2  # accepted paths that a chain of drafts would not contain
-        assert verifier.rejected > 20
-
-
-def test_failed_tree_step_writes_nothing():
-    verifier = AuditedTrees()
-    before = [cache.clone() for cache in verifier.caches]
-    block = verifier.model.blocks[1]
-    block.mlp.forward = lambda x: (_ for _ in ()).throw(RuntimeError("stopped half-way"))
-    with pytest.raises(RuntimeError, match="stopped half-way"):
-        verifier.generate(PROMPTS, 4)
-    assert all(torch.equal(cache, old) for cache, old in zip(verifier.caches, before, strict=True))
-    assert verifier.buffer.stats().committed == 0
-
-
-class PagesTrees(PagesVerifier):
-    def __init__(self) -> None:
-        super().__init__(CONFIG, branches=3, depth=4, max_requests=3, max_context=64)
-
-
-def test_trees_in_pages_decode_like_plain(plain):
-    verifier = PagesTrees()
-    assert verifier.generate(PROMPTS, NUM_OUTPUT_TOKENS) == plain
-    assert verifier.rejected_rows > 20
 
 
 # ---------------------------------------------------------------- recurrent states
@@ -490,24 +352,3 @@ def test_one_state_in_one_file_equals_the_library():
             states.reset(slot)
             example.reset(1)
     assert one_state_in_200_lines.main() < 1e-5
-
-
-def test_failed_hybrid_forward_is_undone(plain_hybrid):
-    class FragileHybrid(Retries, HybridEngine):
-        """Every third forward fails in a random layer, and the engine runs the step again."""
-
-        def __init__(self, *args, **options) -> None:
-            super().__init__(*args, **options)
-            self.steps = self.failed = 0
-            for index, block in enumerate(self.model.blocks):
-                block.mlp_norm.register_forward_pre_hook(lambda *_, index=index: self.fail_sometimes(index))
-
-        def fail_sometimes(self, layer: int) -> None:
-            self.steps += layer == 0
-            if self.steps % 3 == 2 and self.steps // 3 % HYBRID.num_layers == layer:
-                self.failed += 1
-                raise Boom
-
-    fragile = hybrid_engine(FragileHybrid)
-    assert fragile.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=True) == plain_hybrid
-    assert fragile.failed == fragile.manager.stats().cancelled > 10

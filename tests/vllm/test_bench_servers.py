@@ -123,31 +123,6 @@ def test_two_servers_are_compared(engines: Engines, model: str, tmp_path: pathli
 
 
 @pytest.mark.nightly
-def test_unequal_acceptance_is_not_compared(engines: Engines, model: str, tmp_path: pathlib.Path) -> None:
-    code, result, _ = bench(model, tmp_path, "--requests", "2", "--rounds", "1", "--vanilla-args", ONE_DRAFT)
-    assert (code, result["exit_code"]) == (Outcome.NOT_COMPARABLE, Outcome.NOT_COMPARABLE)
-    [load] = result["loads"]
-    assert load["ratio"] is None
-    assert "tokens per step differ by more than 2 %" in load["obstacle"]
-
-
-@pytest.mark.nightly
-def test_servers_restart_for_each_round(engines: Engines, model: str, tmp_path: pathlib.Path) -> None:
-    code, result, _ = bench(model, tmp_path, "--requests", "2", "--rounds", "1", "--restart")
-    [load] = result["loads"]
-    assert (code, load["finding"]) == (0, "too few rounds")
-    assert result["memory"] == "whole, started in turn"
-
-
-@pytest.mark.nightly
-def test_failed_start_is_reported(engines: Engines, model: str, tmp_path: pathlib.Path) -> None:
-    code, result, _ = bench(model, tmp_path, "--vanilla-args", "--max-model-len 100000")
-    assert (code, result["exit_code"]) == (Outcome.FAILED, Outcome.FAILED)
-    assert result["error"].startswith("vanilla: the server ended: ")
-    assert "max_model_len" in result["error"]
-
-
-@pytest.mark.nightly
 def test_interrupt_stops_the_servers(engines: Engines, model: str, tmp_path: pathlib.Path) -> None:
     import psutil
 
