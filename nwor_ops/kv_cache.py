@@ -41,9 +41,6 @@ class Plane(BoundToMemory):
         page_offsets: int32 ``[N, W]`` on the same device, or None; see :func:`nwor_ops.log_slots`. Planes with the same
             order inside their pages must share the tensor.
 
-    Raises:
-        ValueError, TypeError: an invalid shape, dtype or device.
-
     Example:
         >>> import torch
         >>> latents = nwor_ops.Plane(torch.zeros(4, 16, 1, 576, dtype=torch.bfloat16))
@@ -124,9 +121,6 @@ class LayerCache(BoundToMemory):
         Args:
             cache: ``[B, N, H, 2 * D]``, any strides. For other widths see :meth:`split`: its planes may be views of one
                 tensor.
-
-        Raises:
-            ValueError, TypeError: an invalid shape or dtype.
         """
         return cls((Plane(cache),))
 
@@ -137,9 +131,6 @@ class LayerCache(BoundToMemory):
         Args:
             key_cache: ``[B, N, H, Dk]``, any strides.
             value_cache: ``[B, N, H, Dv]``, dtype of ``key_cache``, any strides.
-
-        Raises:
-            ValueError, TypeError: an invalid or different shape, dtype or device, or memory that both share.
         """
         return cls((Plane(key_cache), Plane(value_cache)))
 
@@ -149,9 +140,6 @@ class LayerCache(BoundToMemory):
 
         Args:
             planes: planes, or tensors ``[B, N, H, W]``.
-
-        Raises:
-            ValueError, TypeError: no plane, or an invalid one.
         """
         return cls(tuple(plane if isinstance(plane, Plane) else Plane(plane) for plane in planes), writable=False)
 

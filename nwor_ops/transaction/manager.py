@@ -174,10 +174,6 @@ class DraftCommitManager(Stateful[Layer]):
             name: the engine's name of the layer; unique.
             cache: planes of the layer. Their storage must not move while this manager lives.
             group: name of the layers that share a slot mapping. Geometries may differ within a group.
-
-        Raises:
-            ValueError, TypeError: the name is taken, or the cache is on another device. Or, in mode ``"cow"``, it is
-                the cache of another layer of the group. The layer is not registered.
         """
         self._require(State.REGISTERING, "register_layer")
         self._check_new_layer(name, cache)
@@ -191,12 +187,6 @@ class DraftCommitManager(Stateful[Layer]):
     def allocate(self) -> None:
         """Allocate the window buffers, and the undo log or the records of shadow pages. A manager makes no other
         allocation.
-
-        Raises:
-            ValueError, IndexError: in mode ``"cow"``: the planes of a layer cannot be restored, for example because
-                elements overlap.
-            ValueError: in mode ``"stage"``: a group has too few pages, or layers with different pages; shadow pages of
-                two groups share memory; or ``shadow_blocks`` names a group without layers.
         """
         self._require(State.REGISTERING, "allocate")
         if not self._layers:
@@ -238,10 +228,6 @@ class DraftCommitManager(Stateful[Layer]):
 
         Args:
             layout: the tensors and conventions of the engine; see :class:`nwor_ops.Layout`.
-
-        Raises:
-            ValueError, TypeError: a group has no slot mapping or table; a tensor has another shape, dtype or device; or
-                in mode ``"stage"`` the tensors of two groups share memory.
         """
         self._require(State.CLOSED, "bind")
         self._handles = None
@@ -281,11 +267,7 @@ class DraftCommitManager(Stateful[Layer]):
         Args:
             window: the tensors of this step; see :class:`nwor_ops.Window`. The others are those of :meth:`bind`.
 
-        Raises:
-            ValueError, TypeError: more drafts, tokens or requests than the manager's limits; a bound tensor has moved;
-                or a tensor of another shape, dtype or device. Nothing has changed.
-            ValueError, IndexError: in mode ``"stage"`` on the CPU, a request with inconsistent values
-                (:func:`nwor_ops.open_window`). Pages, slots and tables have not changed. The window is cancelled.
+        If this raises, pages, slots and tables have not changed. A window that was planned counts as cancelled.
         """
         if self._state is not _CLOSED:
             self._require(_CLOSED, "begin")
@@ -338,12 +320,6 @@ class DraftCommitManager(Stateful[Layer]):
 
         Write each token of a layer once per window: a second write would log the row of the first one. Compiled and
         captured code cannot check for an open window. Outside a window it is a plain write.
-
-        Raises:
-            RuntimeError: no window is open, or the layer's planes are opaque.
-            KeyError: the layer is not registered.
-            ValueError, TypeError: with this ``token_offset`` the tokens are not in the batch; nothing is written.
-            ValueError, TypeError, IndexError: as :func:`nwor_ops.write_kv_logged`.
         """
         self.writer(name).write(key, value, slot_mapping, k_scale, v_scale, kv_cache_dtype, token_offset)
 
@@ -363,9 +339,6 @@ class DraftCommitManager(Stateful[Layer]):
         """Return the object whose ``write`` and ``log`` are those of this manager for one layer.
 
         An engine that looks it up once saves the host a lookup by name in each layer of each step.
-
-        Raises:
-            KeyError: no such layer is registered and allocated.
         """
         try:
             return self._writers[name]
@@ -379,12 +352,8 @@ class DraftCommitManager(Stateful[Layer]):
             draft_token_ids, sampled_token_ids: as in :func:`nwor_ops.acceptance_mask`.
 
         If this raises, the window is still open. End it with :meth:`cancel` or :meth:`abandon`. All arguments are
-        checked before the first launch, so only the device can fail between two launches.
-
-        Raises:
-            ValueError, TypeError: as :func:`nwor_ops.reject_rows`. On the CPU also if there are more ids than drafts in
-                the window.
-            RuntimeError: on the CPU, in mode ``"cow"``: no layer has written in the window, so nothing can be undone.
+        checked before the first launch, so only the device can fail between two launches. On the CPU, ids after those
+        of the planned drafts are an error, and so is a window that no layer wrote in mode ``"cow"``.
         """
         if self._state is not _OPEN or self._unfinished:
             self._window_to_commit("commit")
@@ -487,9 +456,6 @@ class DraftCommitManager(Stateful[Layer]):
         Args:
             states: the states to forget; None = all. Do not capture a call with states in a CUDA graph. A replay would
                 read them from host memory that has been reused by then.
-
-        Raises:
-            ValueError, TypeError: a state is not below ``max_num_requests``.
         """
         self._require(State.CLOSED, "forget_shadow_pages")
         for state in states or ():

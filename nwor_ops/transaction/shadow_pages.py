@@ -32,9 +32,6 @@ def num_shadow_blocks(max_num_requests: int, max_drafts_per_request: int, block_
         max_drafts_per_request: largest number of drafts of one request.
         block_size: slots per page; with several groups, the smallest block size.
 
-    Raises:
-        ValueError, TypeError: a value is not an integer above 0.
-
     Example:
         >>> nwor_ops.num_shadow_blocks(max_num_requests=8, max_drafts_per_request=3, block_size=16)
         16

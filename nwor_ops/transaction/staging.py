@@ -87,9 +87,6 @@ class StagingBuffer(Stateful[_StagedLayer]):
         Args:
             name: the engine's name of the layer; unique.
             cache: planes of the layer, which must hold a key and a value.
-
-        Raises:
-            ValueError, TypeError: the name is taken, or the cache cannot be staged. The layer is not registered.
         """
         self._require(State.REGISTERING, "register_layer")
         self._check_new_layer(name, cache)
@@ -98,12 +95,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
         self._layers[name] = _StagedLayer(cache, len(self._layers))
 
     def allocate(self) -> None:
-        """Allocate rows and records. A staging buffer makes no other allocation.
-
-        Raises:
-            ValueError, TypeError: :func:`nwor_ops.commit_staged` would refuse a layer. This is checked here, because at
-                the end of a window the layers before it would have their rows already.
-        """
+        """Allocate rows and records. A staging buffer makes no other allocation."""
         self._require(State.REGISTERING, "allocate")
         if not self._layers:
             raise RuntimeError("allocate: no layer is registered")
@@ -147,10 +139,6 @@ class StagingBuffer(Stateful[_StagedLayer]):
                 token t has row t, for as many tokens as ``row_slots`` has rows.
 
         All tensors are on the buffer's device.
-
-        Raises:
-            ValueError, TypeError: more rows or tokens than the buffer's limits, or an invalid dtype. Nothing has
-                changed.
         """
         self._require(State.CLOSED, "begin")
         count = self._check("begin", "row_slots", row_slots, self.row_slots)
@@ -173,9 +161,6 @@ class StagingBuffer(Stateful[_StagedLayer]):
             name: a registered layer.
             key, value: as in :func:`nwor_ops.stage_kv`: one row for each token of the batch from ``token_offset`` on.
             token_offset: index in the batch of the first of these tokens, for micro-batches.
-
-        Raises:
-            ValueError, TypeError, IndexError: as :func:`nwor_ops.stage_kv`; or the tokens are not in the batch.
         """
         layer, tokens = self._layer(name, "stage"), key.shape[0]
         validation.token_offset("stage", token_offset, tokens, self.max_num_tokens)
