@@ -59,22 +59,9 @@ class Session:
     """Hold the transaction state of one model runner.
 
     Args:
-        config: the plugin's settings.
-        layers: the target layers.
-        slot_mappings: int64 ``[max_num_tokens]`` per group. These are the engine's persistent buffers; each forward
-            takes slices of them.
-        max_num_requests: maximum number of requests in one batch.
-        max_draft_tokens: maximum number of draft tokens in one batch.
-        max_drafts_per_request: maximum number of draft tokens of one request.
+        slot_mappings: int64 ``[max_num_tokens]`` per group: the engine's persistent buffers. Each forward takes slices.
+        max_num_requests, max_draft_tokens, max_drafts_per_request: the largest numbers, in one batch and per request.
         shadow_blocks: the shadow pages in mode ``"stage"``, otherwise None.
-        logger: vLLM's logger.
-
-    Attributes:
-        layers: the target layers by name.
-        host_seconds: time that the host has spent in :meth:`begin` and :meth:`commit` since vLLM's warm-up.
-        errors: counts the errors of this session.
-        listeners: the objects that are notified of each event, in this order.
-        patches: the patches of the runner, its target layers and its KV connector.
     """
 
     def __init__(
@@ -102,7 +89,7 @@ class Session:
         self.layout = Layout(slot_mappings)
         self.max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
         self.vanilla_steps: Counter[str] = Counter()
-        self.host_seconds = 0.0
+        self.host_seconds = 0.0  # of begin and commit, since vLLM's warm-up
         self.errors = Errors.by_setting(config, logger, "without the transaction in this step")
         self._set_listeners(())
         self.patches = Patches(TRANSACTION)
@@ -282,7 +269,7 @@ class Session:
         """Commit the window. Call it right after sampling: before the tokens are published and before the drafter runs.
 
         Args:
-            close: commits the window of the manager it is given, with the sampler's outcome.
+            close: commits the window of the manager, with the sampler's outcome.
             num_sampled: returns the number of tokens sampled for each request, on the host. Synchronizes; called only
                 if a listener needs it.
         """
@@ -426,11 +413,7 @@ class Session:
         """Finish the step without the transaction, unless the settings ask to stop.
 
         This is safe after a commit that failed part of the way: it has restored only rejected drafts, never accepted
-        ones. If the window cannot be closed, nothing is safe.
-
-        Args:
-            moment: the part of the step that failed, for example "begin".
-            error: the error.
+        ones. If the window cannot be closed, nothing is safe. ``moment`` is the part of the step that failed.
         """
         self._step = None
         try:

@@ -13,10 +13,8 @@ from nwor_ops.vllm.support.refusals import CONNECTOR, PARTIAL_TAILS, SCHEDULER, 
 def checks_of(vllm_config: Any, device_type: str, mode: str, hooks: Iterable[Hook]) -> Iterator[Check]:
     """Yield the checks of a configuration, in order. Start-up and ``nwor-ops check`` make them.
 
-    Args:
-        vllm_config, device_type: vLLM's configuration of the engine, and its device ("cpu", "cuda").
-        mode: mode of the transaction. ``"off"`` for an audit without one.
-        hooks: vLLM functions that its runner patches or calls in this mode.
+    ``mode`` is ``"off"`` for an audit without a transaction. ``hooks`` are the functions that its runner patches or
+    calls.
     """
     yield lambda: check_vllm(hooks)
     yield lambda: check_transaction(vllm_config, device_type, mode)

@@ -88,13 +88,8 @@ _FORMATS = {
 
 
 def target_layers(runner: Any, drafter_layers: set[str], mode: str) -> list[TargetLayer]:
-    """Return the layers whose writes belong to the transaction, sorted by KV-cache group. Recurrent layers do not.
-
-    Args:
-        runner: a model runner of either generation, with its cache bound.
-        drafter_layers: the drafter's own layers, which are left out.
-        mode: the transaction mode. In ``"stage"`` only the position of a write matters, not its writer.
-    """
+    """Return the layers whose writes belong to the transaction, sorted by KV-cache group: neither recurrent layers nor
+    the drafter's. In mode ``"stage"`` only the position of a write matters, not its writer."""
     context = runner.compilation_config.static_forward_context
     layers = []
     for group, name, spec in _layers_of_groups(runner.kv_cache_config):
@@ -113,11 +108,8 @@ def target_layers(runner: Any, drafter_layers: set[str], mode: str) -> list[Targ
 def check_tables(runner: Any, layers: list[TargetLayer], borrowers: set[str]) -> None:
     """Check that attention reads only the slot mappings and block tables that the runner holds.
 
-    Args:
-        runner: a model runner of either generation.
-        layers: the target layers.
-        borrowers: layers of a drafter that attend with metadata of the target's step, which was built while the tables
-            named shadow pages. Their back end may differ from the target's.
+    ``borrowers`` are layers of a drafter that attend with metadata of the target's step, which was built while the
+    tables named shadow pages. Their back end may differ from the target's.
     """
     for layer in layers:
         page = layer.cache.planes[0].view.shape[1]

@@ -35,16 +35,11 @@ def strided_pages(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def learn_pages(write: Writer, like: Tensor, source_dtype: torch.dtype) -> Tensor | None:
-    """Find out how vLLM's writer orders the elements of a page.
+    """Find out how vLLM's writer orders the elements of a page. Only shape ``[B, H, N, 2 * D]`` and dtype of ``like``
+    are read.
 
-    Args:
-        write: vLLM's writer of one layer.
-        like: a cache of that layer ``[B, H, N, 2 * D]``. Only its shape and dtype are read.
-        source_dtype: dtype of keys and values.
-
-    Returns:
-        None if the order is that of :func:`strided_pages`. Otherwise int32 ``[N, 2 * D]``: the position in the page of
-        each element of each slot's key and value.
+    Return None if the order is that of :func:`strided_pages`. Otherwise return int32 ``[N, 2 * D]``: the position in
+    the page of each element of each slot's key and value.
     """
     if 1 < like.element_size() != source_dtype.itemsize:  # one byte: fp8, to which the writer converts
         raise OTHER_SIZE.because(source=source_dtype, cache=like.dtype)

@@ -56,11 +56,7 @@ def _scratch(like: Tensor) -> Tensor:
 def check_slots(write: Callable[..., None], planes: Callable[[Tensor], LayerCache], like: Tensor, rows: Rows) -> None:
     """Write single tokens with vLLM's own writer, and check that only the slots of the planes change.
 
-    Args:
-        write: vLLM's writer of one layer.
-        planes: returns the planes of a cache; they say where a slot lies.
-        like: a cache of that layer. Only its shape and dtype are read.
-        rows: the rows to write.
+    ``planes`` says where a slot of a cache lies. Only shape and dtype of the cache ``like`` are read.
     """
     block_size = planes(like).planes[0].view.shape[1]
     for slot in sorted({0, 1, block_size - 1, block_size + block_size // 2}):

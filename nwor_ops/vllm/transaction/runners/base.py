@@ -62,15 +62,8 @@ Auditor = Callable[["RunnerAttachment", Session, bool, Any], None]
 class RunnerAttachment(abc.ABC):
     """Run the verification steps of one model runner as transactions.
 
-    Args:
-        runner: a ``GPUModelRunner`` or a subclass, with its KV cache bound.
-
-    Attributes:
-        module: the module of the runner's class.
-        hooks: every vLLM function that is patched or called.
-        patched: names of the runner's methods that are patched. The method of the same name in this class is called
-            instead, with the bound original first and then the call's arguments.
-        session: the session that :meth:`attach` created.
+    ``hooks`` are all vLLM functions that are patched or called. ``patched`` names the runner's methods that are
+    patched. The method of the same name in this class is called instead, with the bound original as first argument.
     """
 
     module: ClassVar[str]
@@ -120,14 +113,8 @@ class RunnerAttachment(abc.ABC):
     def attach(self, config: NworConfig, logger: Any, audit: Auditor | None = None) -> Session | None:
         """Patch the runner and its target layers.
 
-        Args:
-            config: the plugin's settings, which ask for the transaction or the audit.
-            logger: vLLM's logger.
-            audit: subscribes an audit. It gets this attachment, the session, whether a KV connector may load rows at
-                any time, and the logger.
-
-        Returns:
-            The session, or None if the engine does not use speculative decoding.
+        ``audit`` subscribes an audit. It gets this attachment, the session, whether a KV connector may load rows at any
+        time, and the logger. Return None if the engine does not use speculative decoding.
         """
         runner = self.runner
         if runner.speculative_config is None:

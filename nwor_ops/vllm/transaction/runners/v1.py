@@ -22,12 +22,7 @@ class RequestStates:
 
     Rows of the batch cannot serve as numbers: vLLM sorts the batch, and rows move when requests leave.
 
-    Args:
-        most: maximum number of requests in one batch.
-        device: device of ``tensor``.
-
-    Attributes:
-        tensor: int64 ``[num_requests]``, the numbers in the order of the batch.
+    ``tensor`` is int64 ``[num_requests]``: the numbers in the order of the batch.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
