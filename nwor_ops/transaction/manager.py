@@ -163,10 +163,6 @@ class DraftCommitManager(Stateful[Layer]):
         """Names of the groups of layers, in the order of ``WindowBuffers.row_slots``."""
         return tuple(self._layers.groups)
 
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        return tuple(self._layers)
-
     def register_layer(self, name: str, cache: LayerCache, group: str = DEFAULT_GROUP) -> None:
         """Add a layer to every transaction.
 
@@ -210,14 +206,6 @@ class DraftCommitManager(Stateful[Layer]):
     def log_bytes(self) -> int:
         """Memory of the undo log in bytes."""
         return self.recovery.log_bytes
-
-    @property
-    def launches_per_window(self) -> int:
-        """Largest number of kernels that begin and commit launch together, whatever the number of layers.
-
-        :meth:`commit_rejected` launches one fewer, since the first launch of the undo also finds the rejected drafts.
-        """
-        return 2 + self.recovery.launches_per_window
 
     def bind(self, layout: Layout) -> None:
         """Bind the tensors that the next windows share. Begin and each commit then are one call of an op.

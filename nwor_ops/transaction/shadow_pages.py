@@ -101,10 +101,6 @@ class ShadowPages(BoundToMemory):
         self.tail_pages = filled(*shape[:2], dtype=torch.int32)
         self.launches, self._buffers = _plan_launches(planes), buffers
 
-    @property
-    def launches_per_window(self) -> int:
-        return 2 * len(self.launches)
-
     def _block_ids(self, group: str, num_blocks: int, first: int | None) -> Tensor:
         first = num_blocks - self.blocks_per_group if first is None else first
         if first < 0 or first + self.blocks_per_group > num_blocks:

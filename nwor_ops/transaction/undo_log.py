@@ -85,18 +85,12 @@ class UndoLog(BoundToMemory):
         names = [of_class.of.names for of_class in classes for _ in of_class.of.planes]
         for launch, layers in zip(launches, names, strict=True):
             _try_restore(launch, buffers, layers)
-        # Assigned together, so that a failed allocation can be repeated.
         self.classes, self.launches, self._buffers = classes, launches, buffers
 
     @property
     def log_bytes(self) -> int:
         tensors = [tensor for of_class in self.classes for tensor in (*of_class.logs, of_class.row_windows)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    @property
-    def launches_per_window(self) -> int:
-        """Number of kernels that begin and commit launch in addition to planning and finding the outcome."""
-        return sum(len(layer_class.planes) for layer_class in self._layers.classes)
 
     def bind_begin(self, plan: Tensor, layout: Layout, sample: Window) -> Tensor:
         """Bind the launches of begin after the bound ``plan_window``, and return the handle of all."""

@@ -1,10 +1,10 @@
-"""Mode stage with small runners, which perform the steps of both vLLM runners in the same order, with our patches.
+"""Small runners, which perform the steps of both vLLM runners in the same order, with our patches.
 
-A state machine drives them at random. Requests arrive, some with rows that a connector loads and with drafts in their
-first step. They prefill in chunks, decode with and without drafts, are left out of a step, or are preempted. They end,
-and the next request gets their blocks and states right away. Forwards fail. In every forward each request reads its
-whole sequence through the block table, as attention does. This is compared with what was written, and the audit
-compares the whole cache.
+A state machine drives them at random in mode stage. Requests arrive, some with rows that a connector loads and with
+drafts in their first step. They prefill in chunks, decode with and without drafts, are left out of a step, or are
+preempted. They end, and the next request gets their blocks and states right away. Forwards fail. In every forward
+each request reads its whole sequence through the block table, as attention does. This is compared with what was
+written, and the audit compares the whole cache.
 """
 
 from __future__ import annotations
@@ -77,26 +77,28 @@ class Runner:
     device = torch.device("cpu")
     adaptive_verification = None
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str = "stage", audit: bool = True) -> None:
         self.kv_cache = torch.zeros(BLOCKS, SIZE, HEADS, 2 * WIDTH)
         self.slots = torch.full((1, MOST * LENGTH), -1, dtype=torch.int64)
         self.table = torch.zeros(MOST, COLUMNS, dtype=torch.int32)
         layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), write_rows, fused=True)
         self.make_buffers()
         self.session = Session(
-            NworConfig.load({"nwor": {"mode": "stage", "audit": True}}, {}),
+            NworConfig.load({"nwor": {"mode": mode, "audit": audit}}, {}),
             [layer],
             {"0": self.slots[0]},
             max_num_requests=MOST,
             max_draft_tokens=LOG_ROWS,
             max_drafts_per_request=DRAFTS,
-            shadow_blocks=SHADOW,
+            shadow_blocks=SHADOW if mode == "stage" else None,
             logger=logging.getLogger("nwor"),
         )
-        audit_cache(self.session)
+        if audit:
+            audit_cache(self.session)
         self.attachment(self).patch(self.session)
         self.counter = itertools.count(1.0)
-        self.copied = CopiedRows(self.session.manager)
+        if mode == "stage":
+            self.copied = CopiedRows(self.session.manager)
 
     def make_buffers(self) -> None:
         """Create the buffers before the plugin reads them."""
@@ -118,6 +120,9 @@ class Runner:
         )
         self.execute_model(output)
         self.sample_tokens(None)
+
+    def draft(self) -> None:
+        """Run the drafter. The results have left for the host and for connectors before."""
 
     def execute_model(self, scheduler_output: Any) -> None:
         raise NotImplementedError
@@ -257,17 +262,20 @@ class V2Runner(Runner):
         self.prepare()
         drafts = [part.drafts for part in self.batch]
         states = [self.index[part.request.name] for part in self.batch]
+        on_host = drafts
+        if self.adaptive_verification is not None:  # the host knows only the total, and distributes it evenly
+            on_host = [-(-sum(drafts) // len(drafts))] * len(drafts)
         logits = torch.tensor([0, *itertools.accumulate(count + 1 for count in drafts)], dtype=torch.int32)
         self.input_batch = SimpleNamespace(
             req_ids=[part.request.name for part in self.batch],
             idx_mapping=torch.tensor(states),
             idx_mapping_np=numpy.array(states),
             query_start_loc=self.starts,
-            query_start_loc_np=self.starts.numpy(),
+            query_start_loc_np=self.starts.numpy() if on_host is drafts else None,
             cu_num_logits=logits,
             num_reqs=len(states),
             num_draft_tokens=sum(drafts),
-            num_draft_tokens_per_req=numpy.array(drafts),
+            num_draft_tokens_per_req=numpy.array(on_host),
             seq_lens=self.lengths,
         )
         self.prepare_attn(self.input_batch)
@@ -283,6 +291,7 @@ class V2Runner(Runner):
 
     def sample_tokens(self, grammar_output: Any) -> None:
         self.sample(None, self.input_batch, None)
+        self.draft()
 
 
 class Engine(RuleBasedStateMachine):

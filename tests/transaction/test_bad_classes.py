@@ -155,8 +155,6 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str, tuple[Any, ...], Any]] = [
     ("DraftLoop", DraftLoop, LOOP, "model_fn", (None, 3), TypeError),
     ("DraftLoop", DraftLoop, LOOP, "sample_fn", (None, 3), TypeError),
     ("DraftLoop", DraftLoop, LOOP, "buffers", (None, 3, {}), TypeError),
-    ("DraftLoop", DraftLoop, LOOP, "metadata", (None, 3, object()), TypeError),
-    ("DraftLoop", DraftLoop, LOOP, "first_pass", (3, object()), TypeError),
     ("DraftSampler", DraftSampler, SAMPLER, "buffers", (None, 3), TypeError),
     ("DraftSampler", DraftSampler, SAMPLER, "temperature",
      (*NO_TENSORS, torch.zeros(2).double(), torch.zeros(2, 1), torch.zeros(2, device="meta")), REFUSALS),
@@ -230,41 +228,6 @@ def new_buffer() -> StagingBuffer:
     return buffer
 
 
-SLOTS, KEY = torch.tensor([0, 1, 8, 9]), torch.zeros(4, 2, 8)
-CALLS: dict[str, dict[str, tuple[dict[str, Any], tuple[tuple[str, Any], ...]]]] = {
-    "manager": {
-        "register_layer": ({"name": "c", "cache": LayerCache.packed(CACHE)}, (("name", 3), ("cache", CACHE))),
-        "forget_shadow_pages": ({"states": [0]}, (("states", [2]), ("states", [-1]), ("states", [0.5]))),
-        "write": (
-            {"name": "a", "key": KEY, "value": KEY, "slot_mapping": SLOTS},
-            (("value", KEY.half()), ("slot_mapping", SLOTS.int()),
-             ("kv_cache_dtype", "fp4"), ("token_offset", 5), ("token_offset", -1), ("token_offset", 0.5)),
-        ),
-        "log": ({"name": "b", "slot_mapping": SLOTS}, (("token_offset", 5), ("token_offset", True))),
-    },
-    "buffer": {
-        "begin": ({"row_slots": SLOTS}, (("row_slots", SLOTS.int()), ("stage_rows", torch.arange(4)))),
-        "stage": ({"name": "a", "key": KEY, "value": KEY}, (("value", KEY.half()), ("token_offset", 5))),
-        "commit": ({"accepted": SLOTS > 1}, (("accepted", SLOTS), ("row_slots", SLOTS.int()))),
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["cow", "stage", "buffer"])
-def test_methods_name_the_argument(kind):
-    """A refused call changes nothing: the same call with valid arguments works."""
-    thing = new_buffer() if kind == "buffer" else new_manager(kind)
-    for method, (arguments, wrong) in CALLS["buffer" if kind == "buffer" else "manager"].items():
-        target = DraftCommitManager(**(STAGE | {"mode": kind})) if method == "register_layer" else thing
-        if method == "write":
-            tables = {"default": int32(0, 1, 2, 3).view(2, 2)}
-            thing.bind(nwor_ops.Layout({"default": SLOTS.clone()}, tables))
-            thing.begin(nwor_ops.Window(int32(0, 2, 4), int32(1, 2), seq_lens=int32(2, 2)))
-        for name, value in wrong:
-            refused(getattr(target, method), arguments, name, value, name)
-        getattr(target, method)(**arguments)
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize_per_tensor")
 def test_tensors_that_are_not_dense():
     for value in (
@@ -291,7 +254,6 @@ def test_two_layers_of_a_group_have_different_caches():
             ValueError, match=r"^register_layer: cache of 'b' must have other memory than 'a' of the same group"
         ):
             manager.register_layer("b", other)
-    assert manager.layer_names == ("a",)
     # A slot belongs to one group at a time. Layers may be interleaved. A cache without elements has no memory.
     manager.register_layer("b", LayerCache.packed(cache), group="other")
     both = torch.zeros(8, 4, 2, 16)
@@ -302,34 +264,13 @@ def test_two_layers_of_a_group_have_different_caches():
     manager.allocate()
 
 
-@pytest.mark.parametrize("maker", ["_new_log", "PlaneList"])
-def test_failed_allocation_can_be_repeated(maker, monkeypatch):
-    """Memory may have been freed since. The second of several tensors does not fit."""
-    manager = DraftCommitManager(**MANAGER)
-    manager.register_layer("a", LayerCache.packed(torch.zeros(8, 4, 2, 16)))
-    manager.register_layer("b", LayerCache.opaque(torch.zeros(8, 4, 1, 8)))
-    module, made = nwor_ops.transaction.undo_log, []
-    make = getattr(module, maker)
-
-    def make_one(*arguments):
-        if made:
-            raise torch.OutOfMemoryError("no memory")
-        made.append(1)
-        return make(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, maker, make_one)
-        with pytest.raises(torch.OutOfMemoryError):
-            manager.allocate()
-    manager.allocate()
-    assert manager.log_bytes == new_manager("cow").log_bytes
-
-
 # ---------------------------------------------------------------- copies
 
 BOUND = {
     "DraftCommitManager": lambda: new_manager("cow"),
-    "DraftCommitManager of stage": lambda: new_manager("stage"),
+    "ShadowPages": lambda: new_manager("stage").recovery,
+    "UndoLog": lambda: new_manager("cow").recovery,
+    "LayerWriter": lambda: new_manager("cow").writer("a"),
     "StagingBuffer": new_buffer,
     "KVCacheInterceptor": lambda: KVCacheInterceptor(new_buffer()),
     "RecurrentStates": lambda: RecurrentStates(**STATES),
@@ -344,24 +285,9 @@ BOUND = {
 }
 
 
-def objects_in(thing, seen):
-    """Yield the objects of this library that a thing refers to."""
-    if id(thing) in seen or isinstance(thing, (type, torch.Tensor, str)):
-        return
-    seen[id(thing)] = thing
-    if type(thing).__module__.startswith("nwor_ops"):
-        yield thing
-    entries = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple, set)) else ()
-    for entry in [*entries, *getattr(thing, "__dict__", {}).values()]:
-        yield from objects_in(entry, seen)
-
-
 @pytest.mark.parametrize("kind", BOUND)
 def test_no_copies(kind):
-    """A copy would refer to memory of the original, or to memory that nothing reads. This includes every part that
-    holds a tensor."""
-    for part in objects_in(BOUND[kind](), {}):
-        if not isinstance(part, tuple) and any(isinstance(value, torch.Tensor) for value in vars(part).values()):
-            for make_copy in (copy.copy, copy.deepcopy, pickle.dumps):
-                with pytest.raises(TypeError, match=r": cannot be copied or pickled, it is bound to the memory of its"):
-                    make_copy(part)
+    """A copy would refer to memory of the original, or to memory that nothing reads."""
+    for make_copy in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r": cannot be copied or pickled, it is bound to the memory of its"):
+            make_copy(BOUND[kind]())

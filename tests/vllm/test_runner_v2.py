@@ -1,4 +1,4 @@
-"""The patches of the V2 runner, on a runner that acts in the same order as in vLLM (v2_runner.py).
+"""The patches of the V2 runner, on a runner that acts in the same order as in vLLM (page_machine.py).
 
 vLLM's CPU engine has only V1. tests/gpu/vllm covers the real V2 runner.
 """
@@ -12,46 +12,72 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from v2_runner import ADAPTIVE_BATCH, ADAPTIVE_SLOTS, SCHEDULER_OUTPUT, SLOTS, TABLE, AdaptiveRunner, Runner
+from page_machine import Part, Request, V2Runner
 
 from nwor_ops.vllm.audit.engine import cache_audit
 from nwor_ops.vllm.support.refusals import Unsupported
 from nwor_ops.vllm.transaction.runners.v2 import V2
 
 MODES = pytest.mark.parametrize("mode", ["cow", "stage"])
+AUDIT = pytest.mark.parametrize("audit", [False, True])
+
+
+class DraftingRunner(V2Runner):
+    """A request with four tokens runs a step of a token and two drafts, of which the first is accepted."""
+
+    failure: BaseException | None = None
+
+    def __init__(self, mode: str, audit: bool = False) -> None:
+        super().__init__(mode, audit)
+        request = Request("a", 4, blocks=[1, 3])
+        self.run([Part(request, 4, 0, 0)], fails=False)
+        self.advance()
+        self.step = [Part(request, 1, 2, 1)]
+
+    def draft(self) -> None:
+        """Use the slots of the step for other rows."""
+        self.told = self.rows
+        self.drafted_with = self.slots[0, :3].tolist(), self.table[0, :2].tolist()
+        self.slots.fill_(9)
+        if self.failure is not None and self.parts is self.step:
+            raise self.failure
+
+    def forward(self) -> None:
+        super().forward()
+        self.seen = self.rows
+
+    @property
+    def rows(self) -> list[bool]:
+        """Whether the pages of the request have the rows of its token and of both drafts."""
+        return (self.kv_cache[3, :3, 0, 0] != 0).tolist()
 
 
 @MODES
-@pytest.mark.parametrize("audit", [False, True])
+@AUDIT
 def test_accepted_drafts_stay_and_rejected_ones_go(audit: bool, mode: str) -> None:
-    runner = Runner(audit, mode)
-    runner.execute_model(SCHEDULER_OUTPUT)
-    assert runner.written() == [mode == "cow"] * 3
-    assert runner.sample_tokens(None) == "output"
-    assert runner.written() == [True, True, False]
+    runner = DraftingRunner(mode, audit)
+    runner.run(runner.step, fails=False)
+    assert runner.seen == [mode == "cow"] * 3
     assert runner.told == [True, True, False]
-    assert runner.drafted_with == [SLOTS, TABLE]
+    assert runner.drafted_with == ([12, 13, 14], [1, 3])
     stats = runner.session.stats()
     assert (stats.drafted, stats.accepted, stats.rejected, stats.cancelled) == (2, 1, 1, 0)
 
 
 @MODES
-@pytest.mark.parametrize("audit", [False, True])
-def test_accepted_drafts_stay_if_the_drafter_fails(audit: bool, mode: str) -> None:
+def test_accepted_drafts_stay_if_drafter_fails(mode: str) -> None:
     """vLLM has already counted the accepted drafts."""
-    runner = Runner(audit, mode)
+    runner = DraftingRunner(mode)
     runner.failure = ValueError("drafter")
-    runner.execute_model(SCHEDULER_OUTPUT)
     with pytest.raises(ValueError, match="drafter"):
-        runner.sample_tokens(None)
-    assert runner.written() == [True, True, False]
+        runner.run(runner.step, fails=False)
+    assert runner.rows == [True, True, False]
     stats = runner.session.stats()
     assert (stats.drafted, stats.accepted, stats.rejected, stats.cancelled) == (2, 1, 1, 0)
 
 
 def test_failure_of_step_propagates(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    runner = Runner(audit=False)
-    runner.execute_model(SCHEDULER_OUTPUT)
+    runner = DraftingRunner("cow")
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -62,7 +88,7 @@ def test_failure_of_step_propagates(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     monkeypatch.setattr(runner.session.manager, "cancel", fail)
     monkeypatch.setattr(runner, "sample", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        runner.sample_tokens(None)
+        runner.run(runner.step, fails=False)
     assert "nwor: cancel failed: the device is lost" in caplog.text
 
 
@@ -93,28 +119,29 @@ def test_adaptive_batch_equals_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     per_request = numpy.array([2, 2], dtype=numpy.int32)
     counts, _ = manager.compact_batch(per_request, numpy.array([3, 3], dtype=numpy.int32), numpy.array([0, 3, 6]))
     cu_num_logits, query_start_loc, num_drafts, *_ = manager.reallocate_drafts(["a", "b"], torch.tensor([0, 1]))
-    batch = ADAPTIVE_BATCH
-    assert numpy.cumsum([0, *counts]).tolist() == batch.query_start_loc_np.tolist() == [0, 3, 5]
-    assert query_start_loc.tolist() == batch.query_start_loc.tolist() == [0, 2, 5]
-    assert cu_num_logits.tolist() == batch.cu_num_logits.tolist()
-    assert num_drafts == batch.num_draft_tokens
-    assert per_request.tolist() == batch.num_draft_tokens_per_req.tolist()
+    assert numpy.cumsum([0, *counts]).tolist() == [0, 3, 5]
+    assert per_request.tolist() == [2, 2]
+    assert (query_start_loc.tolist(), cu_num_logits.tolist(), num_drafts) == ([0, 2, 5], [0, 2, 5], 3)
 
 
 @MODES
-@pytest.mark.parametrize("audit", [False, True])
-def test_adaptive_verification_uses_the_device_s_counts(audit: bool, mode: str) -> None:
-    """The transaction uses the counts of the device, and so does the audit, which counts on the host."""
-    runner = AdaptiveRunner(audit, mode)
-    runner.execute_model(SCHEDULER_OUTPUT)
-    assert runner.sample_tokens(None) == "output"
-    written = runner.kv_cache.flatten(0, 1)[ADAPTIVE_SLOTS, 0, 0] == 1
-    assert written.tolist() == [True, False, True, True, False]
+@AUDIT
+def test_adaptive_verification_uses_counts_of_device(audit: bool, mode: str) -> None:
+    """The host knows only the total number of drafts. So the audit asks the device too."""
+    runner = V2Runner(mode, audit)
+    a, b = Request("a", 2, blocks=[1]), Request("b", 1, blocks=[2])
+    runner.run([Part(a, 2, 0, 0), Part(b, 1, 0, 0)], fails=False)
+    runner.advance()
+    runner.adaptive_verification = object()
+    runner.run([Part(a, 1, 1, 0), Part(b, 1, 2, 1)], fails=False)
+    assert (runner.kv_cache[1:3, :, 0, 0] != 0).tolist() == [[True, True, True, False]] * 2
     stats = runner.session.stats()
     assert (stats.drafted, stats.accepted, stats.rejected, stats.cancelled) == (3, 1, 2, 0)
     if audit:
-        found = cache_audit(runner.session).summary()
-        assert (found["drafted"], found["accepted"], found["rejected"], found["stale_rows"]) == (3, 1, 2, 0)
+        summary = cache_audit(runner.session).summary()
+        assert {name: summary[name] for name in ("drafted", "accepted", "rejected", "stale_rows")} == {
+            "drafted": 3, "accepted": 1, "rejected": 2, "stale_rows": 0,
+        }  # fmt: skip
 
 
 def _attachment(speculator: Any, sampled: int = 1, cached: tuple[str, ...] = (), **methods: bool) -> V2:
@@ -169,7 +196,7 @@ def test_which_blocks_a_batch_names() -> None:
     before it."""
     named = torch.tensor([[1, 2, 9], [3, 9, 9], [4, 5, 6]], dtype=torch.int32)
     numbers = numpy.array([[0, 0, 0], [2, 1, 3]])
-    runner = Runner(audit=False)
+    runner = V2Runner("cow", audit=False)
     runner.block_tables.block_tables = [SimpleNamespace(gpu=None), SimpleNamespace(gpu=named)]
     runner.block_tables.num_blocks = SimpleNamespace(np=numbers)
     attachment = V2(runner)

@@ -26,7 +26,7 @@ from nwor_ops.vllm.recurrent.supported import check_state_connectors
 from nwor_ops.vllm.support.connectors import CONNECTORS
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS, LABELS
 from nwor_ops.vllm.support.refusals import REFUSALS, Refusal, Unsupported, check_engine
-from nwor_ops.vllm.transaction.supported import check_connectors, check_partial_tails, check_scheduler
+from nwor_ops.vllm.transaction.supported import check_connectors, check_scheduler
 
 TESTS = Path(__file__).parent
 
@@ -211,13 +211,17 @@ def test_other_scheduler_is_refused() -> None:
 # ---------------------------------------------------------------- KV connectors
 
 
-def with_connector(name: str, is_async: bool = True, module: str | None = None, **extra: Any) -> Any:
+def with_connector(
+    name: str, is_async: bool = True, module: str | None = None, hybrid: bool = False, **extra: Any
+) -> Any:
     from vllm.config import KVTransferConfig
 
     transfer = KVTransferConfig(
         kv_connector=name, kv_role="kv_both", kv_connector_module_path=module, kv_connector_extra_config=extra
     )
-    return engine(kv_transfer_config=transfer, scheduler_config__async_scheduling=is_async)
+    return engine(
+        kv_transfer_config=transfer, scheduler_config__async_scheduling=is_async, model_config__is_hybrid=hybrid
+    )
 
 
 def test_each_connector_of_vllm_is_listed() -> None:
@@ -259,16 +263,13 @@ def test_connectors_that_are_refused(mode: str) -> None:
 
 @pytest.mark.parametrize("name", ["OffloadingConnector", "MooncakeStoreConnector"])
 def test_hybrid_model_refuses_partial_tails(name: str) -> None:
-    dense, hybrid = {"model_config__is_hybrid": False}, {"model_config__is_hybrid": True}
     inner = {"connectors": [{"kv_connector": name, "kv_role": "kv_both"}]}
     for connector, extra in ((name, {}), ("MultiConnector", inner)):
-        check_partial_tails(with_settings(with_connector(connector, **extra), **dense), "cow")
-        config = with_settings(with_connector(connector, **extra), **hybrid)
-        check_partial_tails(config, "stage")
+        config = with_connector(connector, hybrid=True, **extra)
+        check_connectors(config, "stage")
         with pytest.raises(Unsupported, match=f"^KV connector {name} with a hybrid model: .*; use mode stage$"):
-            check_partial_tails(config, "cow")
-    check_partial_tails(with_settings(with_connector("SimpleCPUOffloadConnector"), **hybrid), "cow")
-    check_partial_tails(engine(kv_transfer_config=None, **hybrid), "cow")
+            check_connectors(config, "cow")
+    check_connectors(with_connector("SimpleCPUOffloadConnector", hybrid=True), "cow")
 
 
 def test_a_custom_offloading_spec_is_refused() -> None:

@@ -371,15 +371,11 @@ class Session:
         if self.manager is None:
             return f"audits {len(self.layers)} layers, no transaction"
         if self.shadow_blocks is not None:
-            return (
-                f"{len(self.layers)} layers, at most {self.manager.launches_per_window} launches per step and none in "
-                f"a layer; {self.shadow_blocks.describe()}"
-            )
+            return f"{len(self.layers)} layers; {self.shadow_blocks.describe()}"
         fused = sum(layer.fused for layer in self.layers.values())
         return (
             f"{len(self.layers)} layers ({fused} with the fused writer), "
-            f"{self.manager.max_draft_tokens} log rows, log {self.manager.log_bytes / 2**20:.1f} MiB, "
-            f"at most {self.manager.launches_per_window} launches per step beyond the writers"
+            f"{self.manager.max_draft_tokens} log rows, log {self.manager.log_bytes / 2**20:.1f} MiB"
         )
 
     # ------------------------------------------------------------ inside
