@@ -27,7 +27,7 @@ from gpu_cases import (
     Case,
     Refusal,
 )
-from gpu_engine_checks import assert_same_tokens, check_audit, finished, refused
+from gpu_engine_checks import assert_same_tokens, check_audit, refused, run_case
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 RUNNERS = (("v2", V2), ("v1", V1))
@@ -108,24 +108,14 @@ REFUSED = [
 # ---------------------------------------------------------------- checks
 
 
-def _note(record: dict[str, Any], case: Case, result: dict[str, Any]) -> None:
-    record |= {"engine": case.engine, "environment": case.environment}
-    record |= {name: result[name] for name in ("seconds", "error")}
-
-
-def _check_ranks(case: Case, result: dict[str, Any], record: dict[str, Any]) -> list[dict[str, Any]]:
+def _check_ranks(case: Case, result: dict[str, Any]) -> list[dict[str, Any]]:
     """Check each rank's session, audited at every step. Its counts must equal those of the audit."""
-    workers = finished(result)["workers"]
-    sizes = (case.engine.get(name, 1) for name in (TP, DP))
-    ranks = 1
-    for size in sizes:
-        ranks *= size
-    assert len(workers) == ranks
+    workers = result["workers"]
+    assert len(workers) == case.engine.get(TP, 1) * case.engine.get(DP, 1)
     sessions = []
     for worker in workers:
         [session] = worker["sessions"]
         audit = session["audit"]
-        record |= {name: audit[name] for name in ("steps", *COUNTS, "bytes_compared", "stale_rows")}
         assert worker["runner"] == case.runner
         assert session["mode"] == case.nwor["mode"]
         check_audit(session)
@@ -137,16 +127,10 @@ def _check_ranks(case: Case, result: dict[str, Any], record: dict[str, Any]) -> 
 @pytest.mark.parametrize("case", [*TENSOR, *NODES], ids=lambda case: case.name)
 def test_ranks_of_one_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
     """All ranks get the same drafts and the same outcome."""
-    vanilla, ours = engines.start_case(case)
-    result = ours.result()
-    _note(record, case, result)
-    first, *others = _check_ranks(case, result, record)
+    result, theirs = run_case(case, engines, record)
+    first, *others = _check_ranks(case, result)
     for other in others:
-        assert {name: other["audit"][name] for name in COUNTS} == {name: first["audit"][name] for name in COUNTS}
         assert other["audit"] == first["audit"]
-    theirs = finished(vanilla.result())
-    if "num_gpu_blocks_override" in case.engine:
-        assert result["metrics"]["num_preemptions"] == theirs["metrics"]["num_preemptions"] > 0
     # Counted once for all ranks on /metrics, even if the rank that samples is on another node.
     [counters] = result["counters"].values()
     assert counters["nwor_draft_tokens"] == first["stats"]["drafted"]
@@ -158,10 +142,8 @@ def test_ranks_of_one_engine(case: Case, engines: Any, record: dict[str, Any]) -
 def test_data_parallel_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
     """Ranks of one server. Output is compared only while one request runs at a time; otherwise it depends on arrival
     times."""
-    vanilla, ours = engines.start_case(case)
-    result = ours.result()
-    _note(record, case, result)
-    sessions = _check_ranks(case, result, record)
+    result, theirs = run_case(case, engines, record)
+    sessions = _check_ranks(case, result)
     assert set(result["counters"]) == {str(rank) for rank in range(case.engine[DP])}
     per_engine = case.engine.get(TP, 1)
     for rank, counters in result["counters"].items():
@@ -169,17 +151,16 @@ def test_data_parallel_ranks(case: Case, engines: Any, record: dict[str, Any]) -
         for session in of_engine:
             assert session["stats"]["drafted"] == counters["nwor_draft_tokens"]
             assert session["stats"]["accepted"] == counters["nwor_committed_tokens"]
-    theirs = finished(vanilla.result())
+    assert theirs is not None
     assert_same_tokens({"rounds": result["rounds"][:1]}, {"rounds": theirs["rounds"][:1]})
 
 
 @pytest.mark.parametrize("case", DRAFT_RANKS, ids=lambda case: case.name)
 def test_draft_graphs_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
     """The collectives of the draft model are in the graphs."""
-    vanilla, ours = engines.start_case(case)
-    result = ours.result()
-    _note(record, case, result)
-    workers, theirs = finished(result)["workers"], finished(vanilla.result())
+    result, theirs = run_case(case, engines, record)
+    assert theirs is not None
+    workers = result["workers"]
     acceptance, expected = result["metrics"][PER_POSITION], theirs["metrics"][PER_POSITION]
     record |= {"accepted_per_position": acceptance, "accepted_per_position_vanilla": expected}
     assert len(workers) == 2
@@ -194,17 +175,14 @@ def test_draft_graphs_on_two_ranks(case: Case, engines: Any, record: dict[str, A
 @pytest.mark.parametrize("case", VOCABULARY_RANKS, ids=lambda case: case.name)
 def test_draft_vocabulary_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
     """Each rank has rows of its part of the head."""
-    vanilla, ours = engines.start_case(case)
-    result = ours.result()
-    _note(record, case, result)
-    workers = finished(result)["workers"]
+    result, theirs = run_case(case, engines, record)
+    workers = result["workers"]
     reports = [report for worker in workers for report in worker["draft_vocabulary"]]
     assert len(workers) == len(reports) == 2
     assert all(report["consistent"] and not report["errors"] for report in reports)
     accepted = result["metrics"]["spec_decode_num_accepted_tokens"]
     assert 0 < accepted < result["metrics"]["spec_decode_num_draft_tokens"]
-    if vanilla is not None:
-        assert_same_tokens(result, finished(vanilla.result()), may_differ=2)
+    assert_same_tokens(result, theirs, may_differ=2)
 
 
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: refusal.name)
@@ -215,10 +193,8 @@ def test_refused_parallel_modes(refusal: Refusal, engines: Any, record: dict[str
 @pytest.mark.parametrize("case", RECURRENT_RANKS, ids=lambda case: case.name)
 def test_recurrent_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
     """Both ranks plan the same windows, and each compares the states of its heads."""
-    vanilla, ours = engines.start_case(case)
-    result = ours.result()
-    _note(record, case, result)
-    workers = finished(result)["workers"]
+    result, theirs = run_case(case, engines, record)
+    workers = result["workers"]
     assert len(workers) == 2
     assert workers[0]["recurrent"] == workers[1]["recurrent"]
     for worker in workers:
@@ -231,4 +207,4 @@ def test_recurrent_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]
         assert audit["windows"] < audit["rows_reapplied"] < 4 * audit["windows"]
         if case.nwor["mode"] != "off":
             check_audit(session)
-    assert_same_tokens(result, finished(vanilla.result()), case.may_differ)
+    assert_same_tokens(result, theirs, case.may_differ)
