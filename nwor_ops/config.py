@@ -20,7 +20,7 @@ _READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda/launch.h, nwor_ops/transac
 _MODES = ("off", *MODES)
 _ON_UNSUPPORTED = ("error", "vanilla")
 _ON_ERROR = ("continue", "stop")
-_SWITCHES = ("audit", "emit_metrics", "draft_graphs")
+_SWITCHES = ("audit", "draft_graphs")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 # True is the exact form. The name of another form is a string that is not empty, so every form is true.
 _RECURRENT: dict[str, bool | str] = {**_BOOLEANS, "on": True, "exact": True, "off": False, "chunk": "chunk"}
@@ -41,8 +41,6 @@ class NworConfig:
         on_error: the action if a step meets an error of this plugin, and can safely go on without it.
             ``"continue"`` counts the error, and logs it once per reason. ``"stop"`` raises it, and the engine ends. If
             the step cannot safely go on, the engine always ends.
-        emit_metrics: publish counters (``nwor_...`` on ``/metrics``, ``nwor_ops.stats()``), and compare them with the
-            scheduler's counters. It has no effect while the plugin is not active.
         draft_graphs: run a draft model from CUDA graphs; in the V1 runner also EAGLE and MTP. Independent of the mode.
         recurrent: keep one recurrent state per request instead of one per draft, for Gated DeltaNet and KDA layers.
             Independent of the mode. ``True`` or ``"exact"``: each token updates the state. ``"chunk"``: outputs come
@@ -55,7 +53,6 @@ class NworConfig:
     audit: bool = False
     on_unsupported: str = "error"
     on_error: str = "continue"
-    emit_metrics: bool = True
     draft_graphs: bool = False
     recurrent: bool | str = False
     draft_vocabulary: int = 0
@@ -79,18 +76,13 @@ class NworConfig:
 
     @property
     def wants_feature(self) -> bool:
-        """Whether at least one feature is switched on."""
+        """Whether at least one feature is switched on. Its counters are then published."""
         return self.mode != "off" or self.draft_graphs or bool(self.recurrent) or self.draft_vocabulary > 0
 
     @property
     def wants_anything(self) -> bool:
         """Whether a feature or the audit is switched on."""
         return self.wants_feature or self.audit
-
-    @property
-    def wants_metrics(self) -> bool:
-        """Whether counters are published."""
-        return self.wants_feature and self.emit_metrics
 
     @property
     def form(self) -> str:

@@ -148,8 +148,7 @@ def stats() -> EngineStats:
     the call synchronizes with the device.
 
     An engine core in another process sends its numbers with the outputs of its steps, at most twice a second. The
-    numbers of the last steps arrive with the next request. They stay after that process has ended. With
-    ``emit_metrics`` off such engines are not counted.
+    numbers of the last steps arrive with the next request. They stay after that process has ended.
 
     Returns:
         The totals. They are zeros if no engine with the plugin was started.

@@ -7,40 +7,42 @@ speculate, or ``on_unsupported`` is ``"vanilla"``. The report of the worker that
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.support.features import LABELS
+from nwor_ops.vllm.support.features import DRAFT_GRAPHS, DRAFT_VOCABULARY, LABELS, RECURRENT, TRANSACTION
 
 OFF, ON, MISSING = "off", "on", "missing"
-TRANSACTION, DRAFT_GRAPHS, RECURRENT, DRAFT_VOCABULARY = LABELS.values()
 # Parts of nwor_memory_bytes.
 UNDO_LOG, SHADOW_PAGES, GRAPHS, RECORDS = "undo_log", "shadow_pages", "draft_graphs", "records"
 VOCABULARY = "draft_vocabulary"
 
 
 def switched_on(config: NworConfig) -> dict[str, str]:
-    """Return the state of each feature that the settings ask for."""
+    """Return the state of each feature that the settings ask for, by label."""
     return {
-        TRANSACTION: config.mode,
-        DRAFT_GRAPHS: ON if config.draft_graphs else OFF,
-        RECURRENT: config.form,
-        DRAFT_VOCABULARY: ON if config.draft_vocabulary else OFF,
+        LABELS[TRANSACTION]: config.mode,
+        LABELS[DRAFT_GRAPHS]: ON if config.draft_graphs else OFF,
+        LABELS[RECURRENT]: config.form,
+        LABELS[DRAFT_VOCABULARY]: ON if config.draft_vocabulary else OFF,
     }
 
 
-def report(config: NworConfig, active: dict[str, str], memory: dict[str, int]) -> dict[str, Any]:
+def report(config: NworConfig, active: Iterable[tuple[str, str, str, int]]) -> dict[str, Any]:
     """Return the report of an engine.
 
     Args:
         config: the settings.
-        active: the states of the active features: ``"on"``, the mode of the transaction, or the form of recurrent
-            states.
-        memory: bytes that the active features take, by part.
+        active: label and state of each active feature (``"on"``, the mode of the transaction, or the form of recurrent
+            states), and part and bytes of its memory.
     """
     import vllm
 
     import nwor_ops
 
-    states = {name: state if active.get(name, OFF) == state else MISSING for name, state in switched_on(config).items()}
-    return {"features": {"version": nwor_ops.__version__, "vllm": vllm.__version__} | states, "memory": memory}
+    states = {label: state for label, state, _, _ in active}
+    features = {"version": nwor_ops.__version__, "vllm": vllm.__version__}
+    for label, wanted in switched_on(config).items():
+        features[label] = wanted if states.get(label, OFF) == wanted else MISSING
+    return {"features": features, "memory": {part: size for _, _, part, size in active}}

@@ -29,13 +29,13 @@ import torch
 
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.transaction.counters import set_source
-from nwor_ops.vllm import feature_report
 from nwor_ops.vllm.audit.engine import audit_engine, audit_states_alone, cache_audit
 from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
 from nwor_ops.vllm.draft_vocabulary import plugin as draft_vocabulary
 from nwor_ops.vllm.environment import HOOKS as ENVIRONMENT_HOOKS
 from nwor_ops.vllm.environment import announce_variables, settings_of, vllm_logger, watch_configurations
 from nwor_ops.vllm.errors import Errors
+from nwor_ops.vllm.feature_report import GRAPHS, ON, RECORDS, SHADOW_PAGES, UNDO_LOG, VOCABULARY, report
 from nwor_ops.vllm.hooks import Hook, ModulePatch, Patches, undo_all, version_problem, when_undone
 from nwor_ops.vllm.metrics import publisher, relay
 from nwor_ops.vllm.recurrent import connectors as recurrent_connectors
@@ -46,6 +46,7 @@ from nwor_ops.vllm.support.features import (
     DEVICES,
     DRAFT_GRAPHS,
     DRAFT_VOCABULARY,
+    LABELS,
     NO_SPECULATION,
     RECURRENT,
     SUPPORTED_VERSIONS,
@@ -291,9 +292,9 @@ def _start_metrics(runner: Any) -> None:
     config, logger = settings_of(runner.vllm_config), vllm_logger()
     if not config.wants_feature or runner in publisher.publishers:
         return
-    report = functools.partial(_feature_report, config, weakref.ref(runner))
+    reported = functools.partial(_feature_report, config, weakref.ref(runner))
     with Errors(logger, "without publishing counters").survived("starting to count failed"):
-        publishes = publisher.Publisher(runner.vllm_config, report, config.emit_metrics, logger)
+        publishes = publisher.Publisher(runner.vllm_config, reported, logger)
         publishes.add(runner, draft_graphs.counts)
         if (vocabulary := draft_vocabulary.vocabulary_of(runner)) is not None:
             publishes.add(vocabulary, type(vocabulary).counts, lambda owner: owner.first.counters)
@@ -301,28 +302,20 @@ def _start_metrics(runner: Any) -> None:
 
 
 def _feature_report(config: NworConfig, alive: Callable[[], Any]) -> dict[str, Any]:
-    runner = alive()
-    active, memory = dict[str, str](), dict[str, int]()
+    """Return the report of an engine: each active feature with its state, the part of its memory, and its bytes."""
+    runner, active = alive(), list[tuple[str, str, str, int]]()
     session = _sessions.get(runner)
     if session is not None and session.manager is not None:
-        active[feature_report.TRANSACTION] = session.mode
-        if session.shadow_blocks is None:
-            memory[feature_report.UNDO_LOG] = session.manager.log_bytes
-        else:
-            memory[feature_report.SHADOW_PAGES] = session.shadow_blocks.num_bytes
-    drafter = draft_graphs.graphed_drafter(runner)
-    if drafter is not None:
-        active[feature_report.DRAFT_GRAPHS] = feature_report.ON
-        memory[feature_report.GRAPHS] = drafter.graphs.bytes
-    vocabulary = draft_vocabulary.vocabulary_of(runner)
-    if vocabulary is not None:
-        active[feature_report.DRAFT_VOCABULARY] = feature_report.ON
-        memory[feature_report.VOCABULARY] = vocabulary.num_bytes
-    state = recurrent.recurrent_engine_of(runner)
-    if state is not None:
-        active[feature_report.RECURRENT] = state.form
-        memory[feature_report.RECORDS] = state.record_bytes
-    return feature_report.report(config, active, memory)
+        shadow = session.shadow_blocks
+        part = (UNDO_LOG, session.manager.log_bytes) if shadow is None else (SHADOW_PAGES, shadow.num_bytes)
+        active.append((LABELS[TRANSACTION], session.mode, *part))
+    if (drafter := draft_graphs.graphed_drafter(runner)) is not None:
+        active.append((LABELS[DRAFT_GRAPHS], ON, GRAPHS, drafter.graphs.bytes))
+    if (vocabulary := draft_vocabulary.vocabulary_of(runner)) is not None:
+        active.append((LABELS[DRAFT_VOCABULARY], ON, VOCABULARY, vocabulary.num_bytes))
+    if (state := recurrent.recurrent_engine_of(runner)) is not None:
+        active.append((LABELS[RECURRENT], state.form, RECORDS, state.record_bytes))
+    return report(config, active)
 
 
 def check_hooks() -> list[dict[str, Any]]:
@@ -384,8 +377,8 @@ def _module_patches() -> Iterator[ModulePatch]:
         attaching = functools.partial(_attaching, kind.module)
         yield ModulePatch(hooks["initialize_kv_cache"], attaching, "nwor_ops", lambda config: config.wants_anything)
         yield ModulePatch(hooks["profile_run"], _reserving, TRANSACTION, lambda config: config.mode == "cow")
-        yield ModulePatch(hooks["sample_tokens"], publisher.attaching, METRICS, lambda config: config.wants_metrics)
-        yield ModulePatch(hooks["execute_model"], publisher.resting, METRICS, lambda config: config.wants_metrics)
+        yield ModulePatch(hooks["sample_tokens"], publisher.attaching, METRICS, lambda config: config.wants_feature)
+        yield ModulePatch(hooks["execute_model"], publisher.resting, METRICS, lambda config: config.wants_feature)
     for hook in WARM_UPS:
         yield ModulePatch(hook, _warming, "nwor_ops", lambda config: config.wants_anything)
     yield ModulePatch(draft_graphs.HOOKS[0], draft_graphs.creating, DRAFT_GRAPHS, lambda config: config.draft_graphs)
@@ -395,8 +388,8 @@ def _module_patches() -> Iterator[ModulePatch]:
     scheduler = shadow_blocks.HOOKS[0]
     yield ModulePatch(scheduler, shadow_blocks.withholding, TRANSACTION, lambda config: config.mode == "stage")
     yield ModulePatch(_SLEEP, _sleeping, METRICS, lambda config: config.wants_anything)
-    yield ModulePatch(relay.UPDATE_HOOK, relay.relaying, METRICS, lambda config: config.wants_metrics)
-    yield ModulePatch(_UPDATE_STATS, relay.receiving, METRICS, lambda config: config.wants_metrics)
+    yield ModulePatch(relay.UPDATE_HOOK, relay.relaying, METRICS, lambda config: config.wants_feature)
+    yield ModulePatch(_UPDATE_STATS, relay.receiving, METRICS, lambda config: config.wants_feature)
     yield from recurrent_connectors.PATCHES
 
 

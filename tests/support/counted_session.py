@@ -42,10 +42,10 @@ class CountedSession:
     def counts(self, *values: int) -> dict[str, float]:
         return dict(zip(NAMES, values, strict=True)) | {"host_seconds": self.host_seconds}
 
-    def publisher(self, engine: int = 0, sends: bool = True) -> Publisher:
+    def publisher(self, engine: int = 0) -> Publisher:
         """Return a publisher of these counters."""
         report = {"features": {"transaction": "cow"}, "memory": {"undo_log": 7}}
-        publisher = Publisher(engine_config(engine), lambda: report, sends, logging.getLogger())
+        publisher = Publisher(engine_config(engine), lambda: report, logging.getLogger())
         publisher.add(self, CountedSession.counts, lambda session: session.counters)
         return publisher
 

@@ -224,8 +224,8 @@ def footprint_job(plugins: str, nwor: dict[str, Any]) -> tuple[list[str], list[s
 
 
 def test_engine_without_feature_changes_two_functions(engines: Engines) -> None:
-    """Compared with an engine without the plugin; ``emit_metrics`` alone is no feature."""
-    jobs = [("", {}), ("nwor_ops", {}), ("nwor_ops", {"emit_metrics": True}), ("nwor_ops", {"draft_vocabulary": 0})]
+    """Compared with an engine without the plugin; ``on_error`` alone is no feature."""
+    jobs = [("", {}), ("nwor_ops", {}), ("nwor_ops", {"on_error": "stop", "draft_vocabulary": 0})]
     (vanilla, none), *others = [one.result() for one in [engines.submit(footprint_job, *job) for job in jobs]]
     assert none == []
     for changes, patched in others:
@@ -235,11 +235,11 @@ def test_engine_without_feature_changes_two_functions(engines: Engines) -> None:
 
 def test_settings_arrive_before_the_plugin() -> None:
     """In a new process vLLM reads its pickled configuration, and then loads the plugin."""
-    sent = pickle.dumps({"nwor": CarriedSettings({"mode": "stage", "emit_metrics": False})}).hex()
+    sent = pickle.dumps({"nwor": CarriedSettings({"mode": "stage", "draft_graphs": False})}).hex()
     script = f"""
 import pickle, sys
 config = pickle.loads(bytes.fromhex("{sent}"))
-assert config == {{"nwor": {{"mode": "stage", "emit_metrics": False}}}}
+assert config == {{"nwor": {{"mode": "stage", "draft_graphs": False}}}}
 assert "nwor_ops.vllm" not in sys.modules
 from nwor_ops.vllm import plugin
 from nwor_ops.config import CarriedSettings

@@ -23,7 +23,6 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
 import nwor_ops
-from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cursors import SkippedRequests
 from nwor_ops.vllm import plugin
 from nwor_ops.vllm.environment import announce_variables
@@ -210,9 +209,6 @@ def test_few_outputs_have_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
         publisher.attach(output)
         assert hasattr(output, worker.MESSAGE) is sent
     assert len(copies) == 4
-    output = step_output()
-    session.publisher(sends=False).attach(output)
-    assert not hasattr(output, worker.MESSAGE)
 
 
 def test_new_cache_publishes_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,12 +218,10 @@ def test_new_cache_publishes_once(monkeypatch: pytest.MonkeyPatch) -> None:
         vllm_config = engine_config()
 
     runner = Runner()
-    runner.vllm_config.additional_config["nwor"]["emit_metrics"] = False
     monkeypatch.setattr(plugin.draft_graphs, "counts", lambda _: {"draft_graph_replays": 3})
     for _ in range(2):
         plugin._start_metrics(runner)
     assert positive(relay.totals().as_dict()) == {"engines": 1, "draft_graph_replays": 3}
-    assert not worker.publishers[runner]._sends
     del runner.vllm_config.model_config
     worker.publishers.clear()
     plugin._start_metrics(runner)  # an error of the metrics does not stop the engine
@@ -265,11 +259,10 @@ def test_errors_of_metrics_stop_no_step(caplog: pytest.LogCaptureFixture, regist
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("nwor", [{}, {"mode": "cow", "emit_metrics": False}])
-def test_engine_without_metrics_gets_no_warning(nwor: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """Another engine of this process has metrics."""
+def test_engine_without_feature_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Another engine of this process has one."""
     scheduler = RelayingScheduler()
-    scheduler.vllm_config.additional_config = {"nwor": nwor}
+    scheduler.vllm_config.additional_config = {}
     scheduler.update_from_output(None, step_output())
     assert caplog.messages == []
 
@@ -338,7 +331,7 @@ def test_sleeping_engine_keeps_its_counts(monkeypatch: pytest.MonkeyPatch, caplo
 def test_ray_workers_get_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.ray.ray_env import get_env_vars_to_copy
 
-    names = {"VLLM_NWOR_MODE", "VLLM_NWOR_EMIT_METRICS", "VLLM_NWOR_AUDIT", "VLLM_NWOR_ON_UNSUPPORTED"}
+    names = {"VLLM_NWOR_MODE", "VLLM_NWOR_AUDIT", "VLLM_NWOR_ON_UNSUPPORTED"}
     for name in names:
         monkeypatch.setenv(name, "x")
     assert names <= get_env_vars_to_copy(destination="RayWorkerWrapper")
@@ -365,10 +358,3 @@ def test_vllm_knows_announced_variables(monkeypatch: pytest.MonkeyPatch, variabl
     assert vllm.envs.environment_variables[variable]() == "on"
     assert variable in inspect.unwrap(vllm.envs.compile_factors)()  # without the plugin
     assert vllm.envs.compile_factors() == vanilla != {}
-
-
-@pytest.mark.parametrize(("value", "expected"), [("0", False), ("false", False), ("1", True), (None, True)])
-def test_emit_metrics_from_the_environment(value: str | None, expected: bool) -> None:
-    environ = {} if value is None else {"VLLM_NWOR_EMIT_METRICS": value}
-    assert NworConfig.load({}, environ).emit_metrics is expected
-    assert not NworConfig.load({"nwor": {"emit_metrics": False}}, {}).emit_metrics

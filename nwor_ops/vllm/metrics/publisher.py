@@ -71,7 +71,6 @@ class Publisher:
     Args:
         vllm_config: the engine's configuration, for the labels.
         report: returns ``features`` and ``memory`` for the first message (:mod:`nwor_ops.vllm.feature_report`).
-        sends: whether to send messages. If not, the counts are only for :meth:`totals`.
         logger: vLLM's logger.
 
     Attributes:
@@ -79,12 +78,12 @@ class Publisher:
         errors: counts the outputs without our counts because of an error.
     """
 
-    def __init__(self, vllm_config: Any, report: Callable[[], Mapping[str, Any]], sends: bool, logger: Any) -> None:
+    def __init__(self, vllm_config: Any, report: Callable[[], Mapping[str, Any]], logger: Any) -> None:
         self.name = secrets.token_hex(8)
         self.errors = Errors(logger, "without publishing counters")
         engine = str(int(vllm_config.parallel_config.data_parallel_index))
         self._labels = [str(vllm_config.model_config.served_model_name), engine]
-        self._report, self._sends = report, sends
+        self._report = report
         self._sources: list[_Source] = []
         self._copy: tuple[Any, list[tuple[_Source, Tensor]]] | None = None  # with the event of its arrival
         self._is_copied = True  # whether a copy was started after the last output
@@ -134,7 +133,7 @@ class Publisher:
         with self.errors.survived("sending counters failed"):
             for name in _OUTPUT:
                 output = getattr(output, name, output)
-            if not self._sends or not getattr(output, "req_ids", None):
+            if not getattr(output, "req_ids", None):
                 return
             self._is_copied, now = False, time.monotonic()
             if now < self._next:
@@ -150,7 +149,7 @@ class Publisher:
     def rest(self) -> None:
         """Copy the counters of the last step, so that the next output brings all counts: no request is scheduled."""
         with self.errors.survived("sending counters failed"):
-            if self._sends and not self._is_copied:
+            if not self._is_copied:
                 self._start_copy()
 
     def _start_copy(self) -> None:

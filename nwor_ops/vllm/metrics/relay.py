@@ -49,7 +49,7 @@ def relaying(update: Callable[..., Any]) -> Callable[..., Any]:
                 _put(outputs, message)
             if self not in served and model_runner_output.req_ids:
                 served.add(self)
-                if message is None and settings_of(self.vllm_config).wants_metrics:
+                if message is None and settings_of(self.vllm_config).wants_feature:
                     logger.warning("nwor: no feature is active: nwor_ops is not loaded in the worker that samples. Is "
                                    "the package installed on its node?")  # fmt: skip
         return outputs
