@@ -253,7 +253,9 @@ print([*plugin._FINDER.patches["vllm.v1.engine.output_processor"].values()][0].d
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=False
     )
-    assert done.stdout.split() == ["vllm.v1.core.sched.scheduler.Scheduler.__init__", "True"], done.stderr[-2000:]
+    scheduler = "vllm.v1.core.sched.scheduler.Scheduler"
+    expected = [f"{scheduler}.__init__", f"{scheduler}.update_from_output", "True"]
+    assert done.stdout.split() == expected, done.stderr[-2000:]
 
 
 def test_patch_of_changed_function_is_refused(vanilla: Any, caplog: pytest.LogCaptureFixture) -> None:

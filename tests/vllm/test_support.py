@@ -14,7 +14,6 @@ from typing import Any, get_args
 
 import gpu_cases
 import pytest
-import results
 import support_tables
 import tiny_models
 import vllm
@@ -49,22 +48,24 @@ def test_a_document_without_the_marks_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "reason"),
+    ("found", "kind", "reason"),
     [
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism: a rank before the last learns only"),
-        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism: its slot mappings"),
+        ({}, "xpu", "device xpu: only cpu and cuda are supported$"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "cpu", "pipeline parallelism: a rank before the last learns"),
         (
-            {"parallel_config__decode_context_parallel_size": 2},
-            "decode context parallelism: with drafts, vanilla vLLM 0.33 generates wrong tokens",
+            {"parallel_config__prefill_context_parallel_size": 2},
+            "cpu",
+            "prefill context parallelism: its slot mappings",
         ),
-        ({"parallel_config__data_parallel_size": 2}, "data parallelism of a model with experts: it has not been tried"),
-        ({"parallel_config__use_ubatching": True}, "dual batch overlap: vLLM's runner V2 does not support it"),
-        ({"attention_config__hisparse_config": object()}, "HiSparse: it writes to its own slots"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "cpu", "decode context parallelism: with drafts, "),
+        ({"parallel_config__data_parallel_size": 2}, "cpu", "data parallelism of a model with experts: it has not"),
+        ({"parallel_config__use_ubatching": True}, "cpu", "dual batch overlap: vLLM's runner V2 does not support it"),
+        ({"attention_config__hisparse_config": object()}, "cpu", "HiSparse: it writes to its own slots"),
     ],
 )
-def test_each_refusal_gives_its_reason(found: dict[str, Any], reason: str) -> None:
+def test_each_refusal_gives_its_reason(found: dict[str, Any], kind: str, reason: str) -> None:
     with pytest.raises(Unsupported, match=f"^{reason}"):
-        check_engine(engine(**found), "cpu")
+        check_engine(engine(**found), kind)
 
 
 def test_supported_configurations_pass() -> None:
@@ -96,36 +97,6 @@ def names_of_tests() -> set[str]:
     return {name for path in TESTS.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)}
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_the_tests_of_a_method_exist(method: Method) -> None:
-    assert set(method.cpu) <= names_of_tests()
-    for runner, names in (("gpu.model_runner", method.v2), ("gpu_model_runner", method.v1)):
-        assert set(names) <= {case.name for case in gpu_cases.CASES if case.runner.endswith(runner)}
-
-
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_the_gpu_cases_of_a_method_passed(method: Method) -> None:
-    """By the committed results, and in both modes unless the table says `cow`."""
-    ran: dict[str, set[str]] = {}
-    for file in results.FOLDER.glob("*/engines.jsonl"):
-        for name, entry in results.read(file.parent.name, "engines").items():
-            ran.setdefault(name, set()).add(entry["outcome"])
-    for runner in ("v2", "v1"):
-        for name in getattr(method, runner):
-            assert ran.get(name) == {"passed"}, name
-            if "in mode `cow`" not in method.notes.get(runner, ""):
-                assert ran.get(f"stage-{name}") == {"passed"}, f"stage-{name}"
-
-
-@pytest.mark.parametrize("mode", PARALLEL_MODES, ids=lambda mode: mode.name)
-def test_the_cases_of_a_parallel_mode_exist(mode: ParallelMode) -> None:
-    """The table takes their outcomes from the committed results."""
-    cases = {case.name: case for case in parallel_cases()}
-    assert set(mode.cpu) <= names_of_tests()
-    for runner, names in (("gpu.model_runner", mode.v2), ("gpu_model_runner", mode.v1)):
-        assert all(cases[name].runner.endswith(runner) for name in names)
-
-
 def parallel_tests() -> Any:
     path = TESTS.parent / "gpu" / "vllm" / "test_parallel.py"
     spec = importlib.util.spec_from_file_location("parallel_cases", path)
@@ -136,20 +107,30 @@ def parallel_tests() -> Any:
     return module
 
 
-def parallel_cases() -> list[gpu_cases.Case]:
-    module = parallel_tests()
-    return [*module.TENSOR, *module.DATA, *module.NODES]
+@functools.cache
+def all_cases() -> dict[str, Any]:
+    things = [*vars(gpu_cases).values(), *vars(parallel_tests()).values()]
+    listed = (each for thing in things for each in (thing if isinstance(thing, list) else [thing]))
+    return {each.name: each for each in listed if isinstance(each, gpu_cases.Case | gpu_cases.Refusal)}
+
+
+@pytest.mark.parametrize("row", [*METHODS, *PARALLEL_MODES], ids=lambda row: row.name)
+def test_shown_tests_exist_and_passed(row: Method | ParallelMode) -> None:
+    """By the committed results: each method in both modes, unless the table says `cow`."""
+    assert set(row.cpu) <= names_of_tests()
+    passed = support_tables.passed_cases()
+    for runner, module in (("v2", "gpu.model_runner"), ("v1", "gpu_model_runner")):
+        for name in getattr(row, runner):
+            assert all_cases()[name].runner.endswith(module)
+            if isinstance(row, Method):
+                assert name in passed
+                assert f"stage-{name}" in passed or "in mode `cow`" in row.notes.get(runner, "")
 
 
 def test_table_has_every_case_with_gpus() -> None:
     named = {name for mode in PARALLEL_MODES for name in (*mode.v2, *mode.v1)}
-    assert named == {case.name for case in parallel_cases()}
-
-
-def all_cases() -> set[str]:
-    things = [*vars(gpu_cases).values(), *vars(parallel_tests()).values()]
-    listed = (each for thing in things for each in (thing if isinstance(thing, list) else [thing]))
-    return {each.name for each in listed if isinstance(each, gpu_cases.Case | gpu_cases.Refusal)}
+    tests = parallel_tests()
+    assert named == {case.name for case in (*tests.TENSOR, *tests.DATA, *tests.NODES)}
 
 
 def cases_named(text: str) -> list[str]:
@@ -159,7 +140,7 @@ def cases_named(text: str) -> list[str]:
 
 def test_every_case_that_the_documents_name_passed() -> None:
     named = cases_named((support_tables.REFERENCE / "cases.md").read_text())
-    cases = all_cases()
+    cases = set(all_cases())
     passed = {name for its in support_tables.entries().values() for name in its if its[name]["outcome"] == "passed"}
     assert len(set(named)) > 120
     assert [name for name in named if not fnmatch.filter(cases & passed, name)] == []
@@ -178,11 +159,6 @@ def test_case_that_did_not_pass_is_no_yes(v2: tuple[str, ...], cell: str) -> Non
     mode = ParallelMode("some", v2=v2, notes={"v2": "a note"})
     assert support_tables._ran(mode, "v2", {"passed"}) == cell
     assert "tp2-ngram-v2" in support_tables.passed_cases()
-
-
-def test_another_device_is_refused() -> None:
-    with pytest.raises(Unsupported, match=r"^device xpu: only cpu and cuda are supported$"):
-        check_engine(engine(), "xpu")
 
 
 def test_all_reasons_of_a_refusal_are_named() -> None:
