@@ -233,8 +233,7 @@ class ModulePatch:
             Patches(self.by).put_once(owner, name, self.decorator, self.hook.signature)
         except (AttributeError, Unsupported) as error:
             problem = Unsupported.join((why, "") for why in (version_problem(), str(error)) if why)
-            problem.stop_if(config.strict, f"{self.by} was asked for", "without it")
-            logger.warning("nwor: %s: not active: %s", self.by, problem)
+            problem.refuse(self.by, config.strict, logger, f"{self.by} was asked for")
 
 
 def _calling(ours: Callable[..., Any]) -> Decorator:

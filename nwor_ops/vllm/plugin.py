@@ -265,8 +265,7 @@ def _attach(runner: Any, module: str) -> None:
         elif refused is None:
             logger.info("nwor: not active: the engine does not speculate")
         else:
-            refused.stop_if(config.strict, f"mode {config.mode} was asked for", "without it")
-            logger.warning("nwor: not active: %s", refused)
+            refused.refuse(TRANSACTION, config.strict, logger, f"mode {config.mode} was asked for")
         return
     _sessions[runner] = session
     if session.manager is not None:

@@ -125,8 +125,7 @@ def counts(runner: Any) -> dict[str, float]:
 
 def refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
     """Stop the engine with the reason. If the settings ask for it, log a warning instead and use vLLM's own drafter."""
-    error.stop_if(config.strict, "draft graphs were asked for", "without them")
-    logger.warning("nwor: draft graphs: not active: %s", error)
+    error.refuse(DRAFT_GRAPHS, config.strict, logger, "draft graphs were asked for", "without them")
 
 
 # ---------------------------------------------------------------- patches

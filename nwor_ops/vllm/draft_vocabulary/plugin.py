@@ -120,8 +120,7 @@ def prepare(vllm_config: Any, logger: Any) -> None:
 
 
 def _refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
-    error.stop_if(config.strict, "a draft vocabulary was asked for", "without it")
-    logger.warning("nwor: draft vocabulary: not active: %s", error)
+    error.refuse(DRAFT_VOCABULARY, config.strict, logger, "a draft vocabulary was asked for")
 
 
 def _attach(speculator: Any, vllm_config: Any, device: Any, logger: Any) -> None:

@@ -32,7 +32,7 @@ from nwor_ops.vllm.recurrent.prefix_caching import AlignedStates
 from nwor_ops.vllm.recurrent.supported import problem_of, uses_recurrent
 from nwor_ops.vllm.step_listener import RecurrentListener
 from nwor_ops.vllm.support.features import RECURRENT
-from nwor_ops.vllm.support.refusals import UNKNOWN_LAYERS, Unsupported
+from nwor_ops.vllm.support.refusals import UNKNOWN_LAYERS
 from nwor_ops.vllm.transaction.supported import is_recurrent
 
 _patches = Patches("recurrent: pages")
@@ -344,6 +344,7 @@ def _check(vllm_config: Any, logger: Any) -> bool:
     problem = problem_of(vllm_config)
     if problem is None:
         return True
-    Unsupported(problem).stop_if(config.strict, "recurrent was asked for", "with vLLM's states")
-    logger.warning_once("nwor: recurrent: not active: %s", problem)
+    if config.strict:
+        problem.refuse(RECURRENT, True, logger, "recurrent was asked for", "with vLLM's states")
+    logger.warning_once("nwor: %s: not active: %s", RECURRENT, str(problem))
     return False

@@ -205,14 +205,15 @@ def _check_connector_hooks(vllm_config: Any) -> None:
             raise Unsupported(problem)
 
 
-def problem_of(vllm_config: Any) -> str | None:
+def problem_of(vllm_config: Any) -> Unsupported | None:
     """Return why this configuration does not support one state per request, or None if it does."""
     try:
         for check in checks_of(vllm_config):
             check()
-        return _problem_of_vllm(model_of(vllm_config))
+        problem = _problem_of_vllm(model_of(vllm_config))
+        return None if problem is None else Unsupported(problem)
     except Unsupported as error:
-        return str(error)
+        return error
 
 
 def uses_recurrent(vllm_config: Any) -> bool:

@@ -53,11 +53,13 @@ class Unsupported(Exception):
         error.parts = parts
         return error
 
-    def stop_if(self, strict: bool, asked_for: str, without: str) -> None:
+    def refuse(self, feature: str, strict: bool, logger: Any, asked_for: str, without: str = "without it") -> None:
         """Raise RuntimeError with the reasons, the arguments that change them, and the setting that goes on without.
 
         Args:
-            strict: do nothing if False.
+            feature: the feature, for the log.
+            strict: if False, only log a warning.
+            logger: vLLM's logger.
             asked_for: the request, for the message: "mode cow was asked for".
             without: how such an engine then runs, for the message: "without it".
         """
@@ -67,6 +69,7 @@ class Unsupported(Exception):
                 f"nwor: {reasons} ({asked_for}; VLLM_NWOR_ON_UNSUPPORTED=vanilla or "
                 f'{{"nwor": {{"on_unsupported": "vanilla"}}}} runs such an engine {without})'
             ) from self
+        logger.warning("nwor: %s: not active: %s", feature, self)
 
 
 @dataclass(frozen=True)
