@@ -1,7 +1,7 @@
 """Every op of the library: declared, typed and documented as one function, in the file of its family.
 
 The kernels of a family are in ``csrc/cpu/FAMILY.cpp`` and ``csrc/cuda/FAMILY.cu``. The fakes check arguments by the
-tables in ``meta/FAMILY.py``.
+table in ``meta/arguments.py``.
 
 ``torch.ops.nwor.NAME`` and the function of the same name take the same arguments in the same order. The function adds
 three things:

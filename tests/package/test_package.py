@@ -89,7 +89,9 @@ def test_wheel(tmp_path: pathlib.Path) -> None:
     [wheel] = tmp_path.glob("*.whl")
     assert wheel.name == f"nwor_ops-{nwor_ops.__version__}-py3-none-linux_x86_64.whl"
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"nwor_ops_cli.py", "nwor_ops/libnwor_cpu.so", "nwor_ops/meta/undo.py", "nwor_ops/py.typed"} <= set(names)
+    assert {"nwor_ops_cli.py", "nwor_ops/libnwor_cpu.so", "nwor_ops/meta/arguments.py", "nwor_ops/py.typed"} <= set(
+        names
+    )
     examples = {f"nwor_ops/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
     assert examples <= set(names), "nwor-ops demo runs them"
     assert not [name for name in names if name.startswith(("meta/", "examples/", "tests/", "csrc/"))]

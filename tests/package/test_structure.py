@@ -49,7 +49,7 @@ def test_no_family_includes_a_part_of_another() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["csrc/cpu/{}.cpp", "csrc/cuda/{}.cu", "meta/{}.py", "nwor_ops/ops/{}.py", "nwor_ops/testing/oracle/{}.py",
+    ["csrc/cpu/{}.cpp", "csrc/cuda/{}.cu", "nwor_ops/ops/{}.py", "nwor_ops/testing/oracle/{}.py",
      "tests/ops/test_{}.py"],
 )  # fmt: skip
 def test_family_has_one_name_everywhere(pattern: str) -> None:
