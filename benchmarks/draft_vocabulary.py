@@ -3,7 +3,7 @@
     python benchmarks/draft_vocabulary.py [--folder FOLDER]
 
 The head has the shape of Qwen3.5-9B: 248,320 x 4,096 in bfloat16. Tokens follow Zipf's law. With its exponent an update
-copies 59 rows per 1,000 tokens. Real texts copy 15 to 51 (`draft_vocabulary_coverage.jsonl`). In `update/R` each of R
+copies 59 rows per 1,000 tokens. Real texts copy 15 to 51 (`draft_vocabulary_coverage.py`). In `update/R` each of R
 requests sampled 1 to 4 tokens. In `update/16+P` a prompt of P tokens came in too. A graph holds 20 updates with other
 tokens each. Before each replay the set is restored, so that the same tokens are missing again. `entered/...` is the
 mean number of rows that an update copies.
