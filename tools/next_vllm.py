@@ -291,11 +291,11 @@ def _change(old: list[ast.stmt], now: list[ast.stmt], use: Use) -> Change | None
     diff = "".join(difflib.unified_diff(lines[0], lines[1], f"base/{use.module}", f"new/{use.module}"))
     if before == after:
         return Change(use, f"body{problem}", diff)
-    names = [list(filter(None, ", ".join(one).split(", "))) for one in (before, after)]
-    removed, added = ([name for name in names[i] if name not in names[1 - i]] for i in (0, 1))
-    said = [f"without {', '.join(removed)}"] if removed else []
-    said += [f"with {', '.join(added)}"] if added else []
-    return Change(use, f"parameters: {'; '.join(said) or 'another order'}{problem}", diff)
+    removed, added = (
+        sorted({*", ".join(some).split(", ")} - {*", ".join(others).split(", ")})
+        for some, others in ((before, after), (after, before))
+    )
+    return Change(use, f"parameters: without {removed}, with {added}{problem}", diff)
 
 
 def report(base: Sources, new: Sources, with_diffs: bool = False) -> str:

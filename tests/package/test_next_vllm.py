@@ -103,13 +103,13 @@ def tree(folder: pathlib.Path, files: dict[str, str]) -> Sources:
     [
         ("same", "a, b", None),  # moved, reformatted, other comments, no annotations
         ("body", "a", "body"),
-        ("parameters", None, "parameters: without b; with c, d"),
-        ("parameters", "a, b", "parameters: without b; with c, d; the hook does not fit: it takes (a, c, d)"),
+        ("parameters", None, "parameters: without ['b'], with ['c', 'd']"),
+        ("parameters", "a, b", "parameters: without ['b'], with ['c', 'd']; the hook does not fit: it takes (a, c, d)"),
         ("gone", "a", "gone"),
         ("new", "a", "new"),
         ("never", "a", "in neither version: look by hand"),
         ("branched", "a, b", "body"),
-        ("Runner", None, "parameters: with extra"),
+        ("Runner", None, "parameters: without [], with ['extra']"),
         ("Runner.execute", "a", "body"),
         ("Runner.inherited", "a", None),  # now in the class itself
         ("Runner.stays", "", None),
@@ -174,7 +174,7 @@ def test_from_0_32_to_0_33() -> None:
     rows = dict(re.findall(r"^\| `([\w.]+)` \| .* \| (.*) \|$", run("0.33.0", "0.32.0"), re.MULTILINE))
     expected = {
         "QwenGatedDeltaNetAttention.get_kv_cache_spec": "body",
-        "causal_conv1d_update": "parameters: without block_idx_last_scheduled_token, initial_state_idx",
+        "causal_conv1d_update": "parameters: without ['block_idx_last_scheduled_token', 'initial_state_idx'], with []",
     }
     found = {name: [what for row, what in rows.items() if row.endswith(f".{name}")] for name in expected}
     assert found == {name: [what] for name, what in expected.items()}
