@@ -108,7 +108,6 @@ class NworConfig:
 
         Raises:
             ValueError: an unknown key, variable or value. The message lists the known ones.
-            TypeError: ``environment`` does not map strings to strings.
 
         Example:
             >>> from nwor_ops.config import NworConfig
@@ -182,37 +181,33 @@ def _from_additional_config(additional_config: Any) -> dict[str, Any]:
 
 
 def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
-    environment = os.environ if environment is None else environment
     settings: dict[str, Any] = {}
     names = {ENVIRONMENT_PREFIX + name.upper(): name for name in _known()}
-    for variable, value in environment.items():
-        if not isinstance(variable, str) or not isinstance(value, str):
-            raise TypeError(f"nwor: environment must map strings to strings, got {variable!r}: {value!r}")
-        if not variable.startswith(ENVIRONMENT_PREFIX):
-            continue
+    for variable, value in (os.environ if environment is None else environment).items():
         if variable in _READ_ELSEWHERE:
             if value not in ("0", "1", "false", "true"):
                 raise ValueError(f"nwor: {variable} must be 0, 1, false or true, got {value!r}")
-            continue
-        if variable not in names:
+        elif variable in names:
+            settings[names[variable]] = _parsed(variable, names[variable], value)
+        elif variable.startswith(ENVIRONMENT_PREFIX):
             known = ", ".join([SWITCH, *names, *_READ_ELSEWHERE])
             raise ValueError(f"nwor: unknown environment variable {variable}; known are {known}")
-        name = names[variable]
-        if name in _SWITCHES:
-            if value.lower() not in _BOOLEANS:
-                raise ValueError(f"nwor: {variable} must be 0 or 1, got {value!r}")
-            settings[name] = _BOOLEANS[value.lower()]
-        elif name == "recurrent":
-            if value.lower() not in _RECURRENT:
-                raise ValueError(f"nwor: {variable} must be 0, 1, off, exact or chunk, got {value!r}")
-            settings[name] = _RECURRENT[value.lower()]
-        elif name == "draft_vocabulary":
-            if not value.isdecimal() or len(value) > 10:
-                raise ValueError(f"nwor: {variable} must be a number of tokens, 0 or more, got {value!r}")
-            settings[name] = int(value)
-        else:
-            settings[name] = value
     return settings
+
+
+def _parsed(variable: str, name: str, value: str) -> Any:
+    """Return the value of a variable. The constructor checks modes."""
+    if name == "draft_vocabulary":
+        if not value.isdecimal() or len(value) > 10:
+            raise ValueError(f"nwor: {variable} must be a number of tokens, 0 or more, got {value!r}")
+        return int(value)
+    if name not in (*_SWITCHES, "recurrent"):
+        return value
+    expected = "0, 1, off, exact or chunk" if name == "recurrent" else "0 or 1"
+    values = _RECURRENT if name == "recurrent" else _BOOLEANS
+    if value.lower() not in values:
+        raise ValueError(f"nwor: {variable} must be {expected}, got {value!r}")
+    return values[value.lower()]
 
 
 def is_ours(variable: str) -> bool:
@@ -225,11 +220,8 @@ def switched_off(environment: Mapping[str, str] | None = None) -> bool:
 
     Raises:
         ValueError: the variable is neither ``on`` nor ``off``.
-        TypeError: the variable is not a string.
     """
     value = (os.environ if environment is None else environment).get(SWITCH, "on")
-    if not isinstance(value, str):
-        raise TypeError(f"nwor: environment must map strings to strings, got {SWITCH!r}: {value!r}")
     if value.lower() not in ("on", "off"):
         raise ValueError(f"nwor: {SWITCH} must be on or off, got {value!r}")
     return value.lower() == "off"
