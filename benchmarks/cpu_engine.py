@@ -23,8 +23,7 @@ from results import Row, ratios, row, save
 
 from nwor_ops.cli.demo_engine import DemoEngine
 from nwor_ops.testing.engine_process import EngineProcess, engine_environment, serve
-from nwor_ops.testing.tiny_llama import Size, write_tiny_llama
-from nwor_ops.testing.workload import tiny_llama_requests
+from nwor_ops.testing.tiny_llama import Size, tiny_llama_requests, write_tiny_llama
 
 SIZES = {
     "tiny": (Size(), 60),

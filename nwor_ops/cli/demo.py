@@ -28,8 +28,14 @@ from nwor_ops.testing.engine_process import (
     close_all,
     engine_environment,
 )
-from nwor_ops.testing.tiny_llama import MAX_TOKENS, write_tiny_llama
-from nwor_ops.testing.workload import ARRIVAL_STEPS, MAX_RUNNING, Request, tiny_llama_requests
+from nwor_ops.testing.tiny_llama import (
+    ARRIVAL_STEPS,
+    MAX_RUNNING,
+    MAX_TOKENS,
+    Request,
+    tiny_llama_requests,
+    write_tiny_llama,
+)
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
 
 SIDES = ("vanilla", "nwor")

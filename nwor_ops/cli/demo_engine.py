@@ -26,7 +26,7 @@ STATES = ".#Xd"
 
 
 class DemoEngine:
-    """The engine of the demo. A job is ``{"engine": arguments of vllm.LLM, "requests": [fields of workload.Request],
+    """The engine of the demo. A job is ``{"engine": arguments of vllm.LLM, "requests": [fields of tiny_llama.Request],
     "stop_token_ids": tokens that end an answer}``."""
 
     def __init__(self, job: dict[str, Any]) -> None:

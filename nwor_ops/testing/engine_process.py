@@ -99,18 +99,17 @@ class EngineProcess:
         Raises:
             EngineFailed: it ended, or the time is up.
         """
-        return self._answer(self._deadline())["versions"]
+        return self._answer()["versions"]
 
     def ask(self, command: str) -> dict[str, Any]:
         """Send a command, and return its answer. Errors are those of :meth:`wait_until_ready`."""
         assert self._process.stdin is not None
-        deadline = self._deadline()
         try:
             self._process.stdin.write(command.encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            self._fail_at_end(deadline)
-        return self._answer(deadline)
+            self._fail_at_end()
+        return self._answer()
 
     def close(self, deadline: float | None = None) -> None:
         """Close the engine's stdin and wait until it ends. It has nothing to save, and is killed at the deadline.
@@ -119,7 +118,10 @@ class EngineProcess:
             deadline: a time of ``time.monotonic()``. None: in ``CLOSING_SECONDS``.
         """
         self.begin_to_close()
-        if not self._ends_by(time.monotonic() + CLOSING_SECONDS if deadline is None else deadline):
+        deadline = time.monotonic() + CLOSING_SECONDS if deadline is None else deadline
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         if self._process.stdout is not None:
@@ -131,11 +133,8 @@ class EngineProcess:
             with contextlib.suppress(BrokenPipeError):  # it ended, and did not read the last command
                 self._process.stdin.close()
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self._patience
-
-    def _answer(self, deadline: float) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._read_line(deadline))
+    def _answer(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self._read_line())
         if "error" in answer:
             is_outer = re.search("engine ?core|EngineDead", answer["error"], re.IGNORECASE)
             error = error_of(self.log.read_text(errors="replace")) if is_outer else answer["error"]
@@ -143,8 +142,9 @@ class EngineProcess:
             self._fail(f"stopped: {textwrap.shorten(error, LONGEST_ERROR, placeholder=' ...')}")
         return answer
 
-    def _read_line(self, deadline: float) -> bytes:
+    def _read_line(self) -> bytes:
         assert self._process.stdout is not None
+        deadline = time.monotonic() + self._patience
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._unread:
@@ -152,25 +152,16 @@ class EngineProcess:
                     self._process.kill()
                     self._fail(f"did not answer within {self._patience:.0f} s")
                 if not (read := os.read(self._process.stdout.fileno(), 1 << 16)):
-                    self._fail_at_end(deadline)
+                    self._fail_at_end()
                 self._unread += read
         line, self._unread = self._unread.split(b"\n", 1)
         return line
 
-    def _ends_by(self, deadline: float) -> bool:
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def _fail_at_end(self, deadline: float) -> NoReturn:
-        """Wait until the engine ends, or kill it at the deadline, and report which."""
-        if self._ends_by(deadline):
-            error = error_of(self.log.read_text(errors="replace"))
-            self._fail(f"ended with exit code {self._process.returncode}: {error}")
-        self._process.kill()
-        self._fail(f"closed its pipe, and did not end within {self._patience:.0f} s")
+    def _fail_at_end(self) -> NoReturn:
+        """Wait until the engine ends, which has closed its pipe, and report why."""
+        self.close()
+        error = error_of(self.log.read_text(errors="replace"))
+        self._fail(f"ended with exit code {self._process.returncode}: {error}")
 
     def _fail(self, reason: str) -> NoReturn:
         raise EngineFailed(f"the engine {self.name!r} {reason} (log: {self.log})")

@@ -1,4 +1,4 @@
-"""The model of the demo: a folder with a small Llama with random weights, written in seconds, without a network.
+"""The model of the demo and its requests: a small Llama with random weights, written in seconds, without a network.
 
 vLLM's own random weights (``load_format="dummy"``) are so small that attention adds nothing to the output. Such an
 output does not depend on the cache, so it proves nothing about the cache. The random weights here are scaled so that
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -108,3 +109,45 @@ def _weights(seed: int, size: Size) -> Iterator[tuple[str, Tensor]]:
     rule = torch.empty_like(embedding)
     rule[[successor(token) for token in range(VOCABULARY)]] = embedding * (RULE / hidden)
     yield "lm_head.weight", matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + rule
+
+
+# ---------------------------------------------------------------- requests
+
+REQUESTS = 24
+MAX_RUNNING = 12
+# Arrival of each request, in engine steps. More requests arrive than may run, so some must wait.
+ARRIVAL_STEPS = (0, 0, 0, 2, 5, 5, 8, 9, 12, 12, 13, 20, 20, 21, 24, 26, 28, 28, 30, 31, 32, 32, 33, 34)
+SHORTEST_PROMPT, LONGEST_PROMPT = 12, 96  # tokens
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request. The prompt has token ids."""
+
+    prompt: list[int]
+    max_tokens: int
+    arrival_step: int
+
+
+def tiny_llama_requests(max_tokens: int) -> list[Request]:
+    """Return prompts of recurring phrases. They differ in length and arrive at different steps, so that batches mix
+    prompts and drafts."""
+    generator = random.Random(7)
+    requests = []
+    for index in range(REQUESTS):
+        phrases = [_phrase(generator) for _ in range(5)]
+        length = generator.randint(SHORTEST_PROMPT, LONGEST_PROMPT)
+        prompt: list[int] = []
+        while len(prompt) < length:
+            prompt += generator.choice(phrases)
+        # A quarter to all of max_tokens, so that requests end at different steps.
+        shorter = (index * 5) % 7 * max_tokens // 8
+        requests.append(Request(prompt[:length], max_tokens - shorter, ARRIVAL_STEPS[index]))
+    return requests
+
+
+def _phrase(generator: random.Random) -> list[int]:
+    tokens = [generator.randrange(VOCABULARY)]
+    for _ in range(generator.randint(2, 5)):
+        tokens.append(successor(tokens[-1]))
+    return tokens

@@ -313,7 +313,7 @@ def _requests(job: dict[str, Any]) -> list[Any]:
     """Return the demo's requests, which have many lengths and arrive while others run, with or without a
     shared prefix."""
     from nwor_ops.testing.real_model import PROMPTS, chats
-    from nwor_ops.testing.workload import tiny_llama_requests
+    from nwor_ops.testing.tiny_llama import tiny_llama_requests
 
     demo = tiny_llama_requests(job["max_tokens"])
     requests = demo[: job["requests"]]
