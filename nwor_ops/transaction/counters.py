@@ -75,9 +75,6 @@ class StagingStats:
     rejected: int
     incomplete: int
 
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class EngineStats:

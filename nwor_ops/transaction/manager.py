@@ -219,10 +219,10 @@ class DraftCommitManager(Stateful[Layer]):
         """
         self._require(State.CLOSED, "bind")
         self._handles = None
-        slot_mappings = tensors_of_groups("slot_mappings", layout.slot_mappings, self.groups)
+        slot_mappings = _tensors_of_groups("slot_mappings", layout.slot_mappings, self.groups)
         requests = self.max_num_requests
         if self.mode == "stage":
-            tables = tensors_of_groups("block_tables", layout.block_tables, self.groups)
+            tables = _tensors_of_groups("block_tables", layout.block_tables, self.groups)
             requests = min(requests, *(len(table) for table in tables))
         zeros = self._zeros[:requests]
         # Each step passes its own tensors in place of these.
@@ -538,7 +538,7 @@ class DraftCommitManager(Stateful[Layer]):
         return drafted - accepted - rejected - self._abandoned_drafts
 
 
-def tensors_of_groups(field: str, tensors: Mapping[str, Tensor] | None, groups: Sequence[str]) -> list[Tensor]:
+def _tensors_of_groups(field: str, tensors: Mapping[str, Tensor] | None, groups: Sequence[str]) -> list[Tensor]:
     """Return the tensor of each group."""
     missing = [group for group in groups if tensors is None or group not in tensors]
     if tensors is None or missing:

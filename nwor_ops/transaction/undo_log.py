@@ -71,20 +71,13 @@ class UndoLog(BoundToMemory):
             )
             for layer_class in self._layers.classes
         ]
-        launches = [
-            Launch(
-                PlaneList(caches),
-                log,
-                buffers.row_slots[self._layers.groups.index(of_class.of.group)],
-                plane.page_offsets,
-                of_class.row_windows,
-            )
-            for of_class in classes
-            for plane, caches, log in zip(of_class.of.planes, of_class.of.caches, of_class.logs, strict=True)
-        ]
-        names = [of_class.of.names for of_class in classes for _ in of_class.of.planes]
-        for launch, layers in zip(launches, names, strict=True):
-            _try_restore(launch, buffers, layers)
+        launches = []
+        for of_class in classes:
+            row_slots = buffers.row_slots[self._layers.groups.index(of_class.of.group)]
+            for plane, caches, log in zip(of_class.of.planes, of_class.of.caches, of_class.logs, strict=True):
+                launch = Launch(PlaneList(caches), log, row_slots, plane.page_offsets, of_class.row_windows)
+                _try_restore(launch, buffers, of_class.of.names)
+                launches.append(launch)
         self.classes, self.launches, self._buffers = classes, launches, buffers
 
     @property

@@ -79,7 +79,7 @@ def test_a_window():
     staged.expect(written, TOKEN_ROWS, SLOTS, {0, 3, 5})
     staged.assert_as_expected()
     layers = len(staged.caches)
-    assert staged.buffer.stats().as_dict() == {
+    assert vars(staged.buffer.stats()) == {
         "windows": 1, "staged": 6, "stage_operations": 6 * layers, "committed": 3, "rejected": 3, "incomplete": 0,
     }  # fmt: skip
 

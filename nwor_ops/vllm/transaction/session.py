@@ -314,20 +314,15 @@ class Session:
         if self.manager is None or self.manager.state is not State.OPEN:
             self._notify_drop()
             return
-        if self._cancel(self.manager):
-            self._notify_end(None, True)
-
-    def _cancel(self, manager: DraftCommitManager) -> bool:
-        """Cancel the open window and return whether its drafts are undone."""
         try:
-            manager.cancel()
+            self.manager.cancel()
         except Exception as error:
             self._notify_drop()
             self.go_on_without("cancel", error)
-            return False
+            return
         self.skip()
         self._count(_CANCELLED, "a step ended without sampling; its drafts were undone")
-        return True
+        self._notify_end(None, True)
 
     # ------------------------------------------------------------ reporting
 

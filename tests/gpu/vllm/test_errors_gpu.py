@@ -1,6 +1,6 @@
 """Errors of this package in engines on the GPU: draft graphs, the transaction in both modes, recurrent states.
 
-``test_parallel.py`` has those of pipeline ranks, and ``tests/vllm/test_errors.py`` those in engines on the CPU.
+``tests/vllm/test_errors.py`` has those in engines on the CPU.
 """
 
 from __future__ import annotations
