@@ -84,11 +84,8 @@ class Preview:
 
 
 def configure(arguments: Sequence[str], **defaults: Any) -> Any:
-    """Return vLLM's configuration for the arguments of ``vllm serve``.
-
-    Args:
-        arguments: the arguments.
-        defaults: values of arguments that are not given, by the names of vLLM's ``EngineArgs``.
+    """Return vLLM's configuration for the arguments of ``vllm serve``. ``defaults`` are values of arguments that are
+    not given, by the names of vLLM's ``EngineArgs``.
 
     Raises:
         SystemExit: an argument is unknown or malformed; vLLM's parser has printed the reason.
@@ -137,15 +134,8 @@ def _first_sentence(error: Exception) -> str:
 
 
 def look(arguments: Sequence[str]) -> Preview:
-    """Check an engine that has not started.
-
-    Args:
-        arguments: the arguments of ``vllm serve``.
-
-    Raises:
-        SystemExit, InvalidEngine: as :func:`configure`.
-        ValueError: a setting of the plugin is invalid, or vLLM finds no device.
-    """
+    """Check an engine that has not started, from the arguments of ``vllm serve``. Raises like :func:`configure`, and
+    ValueError if a setting of the plugin is invalid, or vLLM finds no device."""
     import vllm
     from vllm.platforms import current_platform
 

@@ -32,13 +32,7 @@ def vllm_logger() -> Any:
 
 
 def settings_of(vllm_config: Any) -> NworConfig:
-    """Return the settings of an engine.
-
-    Nothing is kept in the configuration, because vLLM copies it field by field for a draft model.
-
-    Args:
-        vllm_config: vLLM's configuration of the engine.
-    """
+    """Return the settings of an engine. They are not kept, because vLLM copies its configuration for a draft model."""
     return NworConfig.load(vllm_config.additional_config)
 
 

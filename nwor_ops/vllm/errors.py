@@ -13,17 +13,9 @@ VARIABLE = "VLLM_NWOR_ON_ERROR"
 
 
 class Errors:
-    """Count the errors of one feature in one engine, after which the engine can go on.
+    """Count the errors of one feature in one engine, by reason, after which the engine can go on.
 
-    An error after which it cannot go on is no case for this class. Raise :class:`CannotContinue` then.
-
-    Args:
-        logger: vLLM's logger.
-        then: how the engine goes on, for messages: "without the transaction in this step".
-        stops: whether the engine stops although it could go on.
-
-    Attributes:
-        counts: number of errors by reason.
+    ``then`` says how, for messages: "without the transaction in this step". ``stops``: the engine stops nevertheless.
     """
 
     def __init__(self, logger: Any, then: str, stops: bool = False) -> None:
@@ -36,15 +28,8 @@ class Errors:
         return cls(logger, then, config.on_error == "stop")
 
     def go_on(self, reason: str, error: Exception) -> None:
-        """Count an error, and log the first one of each reason.
-
-        Args:
-            reason: a few words, such as "begin failed". It is a label of ``nwor_errors_total``.
-            error: the error.
-
-        Raises:
-            RuntimeError: the settings ask to stop.
-        """
+        """Count an error, and log the first one of each reason (a label of ``nwor_errors_total``). Raise RuntimeError
+        if the settings ask to stop."""
         if self._stops:
             raise RuntimeError(f"nwor: {reason}: {error} ({VARIABLE}=continue goes on {self._then})") from error
         if self.counts[reason] == 0:
@@ -71,10 +56,5 @@ class CannotContinue(RuntimeError):
 
     @classmethod
     def because(cls, what: str, unknown: str) -> CannotContinue:
-        """Create the error.
-
-        Args:
-            what: the failure and its reason.
-            unknown: the data that are now unknown or wrong.
-        """
+        """Create the error from the failure with its reason, and from the data that are now unknown or wrong."""
         return cls(f"nwor: {what}; {unknown}, so the engine stops, whatever {VARIABLE} says")

@@ -1,15 +1,10 @@
 """vLLM plugin entry point: decides what is attached, and patches vLLM's modules when they are imported.
 
 vLLM calls ``register`` in every process that it starts. It patches the key of the compile cache, and
-``VllmConfig.__post_init__``, which reads the settings of an engine (:mod:`nwor_ops.vllm.environment`). Without a
-feature nothing else happens.
-
-The settings of an engine select patches of modules and classes (:func:`install`). The modules may not be imported yet.
-The plugin must not import them, since that takes seconds in processes that never need them. An import hook patches each
-of them after its first import. ``GPUModelRunner.initialize_kv_cache`` then attaches to the engine, and patches
-everything else on instances.
-
-With ``VLLM_NWOR=off`` the plugin patches only the key of the compile cache.
+``VllmConfig.__post_init__``, which reads the settings of an engine (:mod:`nwor_ops.vllm.environment`). These settings
+select patches of modules and classes (:func:`install`). A module that is not imported yet is patched after its first
+import, because importing it takes seconds in processes that never need it. ``GPUModelRunner.initialize_kv_cache`` then
+attaches to the engine, and patches everything else on instances.
 """
 
 from __future__ import annotations

@@ -350,16 +350,9 @@ class CacheAudit(StepListener):
         rejected: Mapping[str, list[int]] | None = None,
         undone: bool = True,
     ) -> dict[str, set[int]]:
-        """Compare the cache with its image.
+        """Compare the cache with its image, and return the slots of rejected drafts that hold other bytes, by group.
 
-        Args:
-            step: the step, for messages.
-            moment: when this is, for messages.
-            rejected: slots of rejected drafts by group.
-            undone: whether these slots must hold the expected bytes too.
-
-        Returns:
-            The slots in ``rejected`` that hold other bytes, by group.
+        If not ``undone``, these slots may. ``step`` and ``moment`` are for messages.
         """
         rejected = rejected or {}
         stale: dict[str, set[int]] = {group: set() for group in rejected}

@@ -30,14 +30,8 @@ def audit_cache(session: Session, others_write: bool = False, recurrent: Sequenc
 
 
 def audit_engine(attachment: RunnerAttachment, session: Session, others_write: bool, logger: Any) -> None:
-    """Subscribe the audits of an engine: of the cache, and of the recurrent states, ours or vLLM's.
-
-    Args:
-        attachment: the attachment to its runner.
-        session: its session. No writer is patched yet.
-        others_write: as for :class:`CacheAudit`.
-        logger: vLLM's logger.
-    """
+    """Subscribe the audits of an engine: of the cache, and of the recurrent states, ours or vLLM's. Call it before a
+    writer is patched."""
     recurrent = _recurrent_groups(attachment)
     audit_cache(session, others_write, recurrent)
     state = recurrent_engine_of(attachment.runner)
@@ -55,11 +49,8 @@ def audit_engine(attachment: RunnerAttachment, session: Session, others_write: b
 
 
 def audit_states_alone(runner: Any) -> bool:
-    """Audit only the states, in an engine whose attention layers are not supported.
-
-    Returns:
-        Whether the engine has one state per request. If not, nothing is done.
-    """
+    """Audit only the states, in an engine whose attention layers are not supported. Return whether it has one state
+    per request."""
     state = recurrent_engine_of(runner)
     if state is None:
         return False

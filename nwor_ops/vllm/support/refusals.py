@@ -56,12 +56,8 @@ class Unsupported(Exception):
     def refuse(self, feature: str, strict: bool, logger: Any, asked_for: str, without: str = "without it") -> None:
         """Raise RuntimeError with the reasons, the arguments that change them, and the setting that goes on without.
 
-        Args:
-            feature: the feature, for the log.
-            strict: if False, only log a warning.
-            logger: vLLM's logger.
-            asked_for: the request, for the message: "mode cow was asked for".
-            without: how such an engine then runs, for the message: "without it".
+        If not ``strict``, log a warning. ``asked_for`` is the request ("mode cow was asked for"), and ``without`` says
+        how the engine then runs.
         """
         if strict:
             reasons = "; ".join(f"{why} (change: {change})" if change else why for why, change in self.parts)
@@ -383,12 +379,9 @@ REFUSALS = (
 
 
 def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION, mode: str = "") -> None:
-    """Check the configuration of an engine. Later checks look at its layers and KV-cache groups.
+    """Check the configuration of an engine for a feature. Later checks look at its layers and KV-cache groups.
 
-    Args:
-        vllm_config, device_type: vLLM's configuration of the engine, and its device ("cpu", "cuda").
-        use: the feature.
-        mode: mode of the transaction. If it is empty, refusals for a single mode are skipped.
+    Without a mode of the transaction, refusals for a single mode are skipped.
     """
     parts = list[tuple[str, str]]()
     if device_type not in DEVICES[use]:
