@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.vllm.audit.cache import AuditError
+from nwor_ops.vllm.audit.watch import differing_bytes
 from nwor_ops.vllm.step_listener import RecurrentListener, StepListener
 
 
@@ -100,7 +101,7 @@ class StateAudit(StepListener, RecurrentListener):
                     f"rows of another window are pending"
                 )
             wanted = emitted[index].to(states.dtype)
-            if differ := int((bytes_of(states[block]) != bytes_of(wanted)).sum()):
+            if differ := differing_bytes(states[block], wanted):
                 raise AuditError(
                     f"{self._where}: the checkpoint of layer {layer.prefix} in block {block} is not the state that the "
                     f"prefill computed after {offset} tokens: {differ} bytes differ"
@@ -137,7 +138,7 @@ class StateAudit(StepListener, RecurrentListener):
             for name, layer in group.layers.items():
                 cache = layer.recurrent_cache
                 copied = (cache.state, *cache.records)
-                if differ := sum(int((bytes_of(part[target]) != bytes_of(part[source])).sum()) for part in copied):
+                if differ := sum(differing_bytes(part[target], part[source]) for part in copied):
                     raise AuditError(
                         f"{self._where}: state and record of layer {name} in block {target} are not those of block "
                         f"{source}, from where they moved: {differ} bytes differ"
@@ -184,7 +185,7 @@ class StateAudit(StepListener, RecurrentListener):
             else:
                 wanted, what = states[source], f"the state of block {source}"
             stored = states[target] if target else _folded(layer, row)
-            if differ := int((bytes_of(stored) != bytes_of(wanted)).sum()):
+            if differ := differing_bytes(stored, wanted):
                 block = f"block {target}" if target else f"block {source} with its pending rows"
                 raise AuditError(
                     f"{self._where}: the state of layer {name} in {block} is not {what}: {differ} bytes differ"
@@ -201,10 +202,6 @@ class StateAudit(StepListener, RecurrentListener):
 
     def _group_of(self, layer: Any) -> Any:
         return next(builder.group for builder in self._builders if layer.prefix in builder.group.layers)
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def _folded(layer: Any, row: list[int]) -> Tensor:

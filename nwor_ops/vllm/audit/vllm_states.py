@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nwor_ops.vllm.audit.cache import AuditError
-from nwor_ops.vllm.audit.watch import RecurrentGroup
+from nwor_ops.vllm.audit.watch import RecurrentGroup, differing_bytes
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.step_listener import StepListener
 
@@ -129,8 +129,7 @@ class VllmStateAudit(StepListener):
                 f"{where}: vLLM continues from the state after {count} tokens of the last window, and {sampled} tokens "
                 "were sampled"
             )
-        differ = int((_bytes(states[blocks[count - 1]]) != _bytes(kept[count - 1])).sum())
-        if differ:
+        if differ := differing_bytes(states[blocks[count - 1]], kept[count - 1]):
             raise AuditError(
                 f"{where}: the state after {count} tokens of the last window has changed since: {differ} bytes differ"
             )
@@ -313,7 +312,3 @@ def _watching_norm(compute: Callable[..., Any]) -> Callable[..., Any]:
         return audit.watched(call, lambda: compute(layer, mixed_qkv, b, a, *args, **arguments))
 
     return watched
-
-
-def _bytes(state: Tensor) -> Tensor:
-    return state.contiguous().view(torch.uint8)

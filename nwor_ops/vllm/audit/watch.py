@@ -38,6 +38,11 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def differing_bytes(some: Tensor, others: Tensor) -> int:
+    """Return in how many bytes two tensors differ."""
+    return int((some.contiguous().view(torch.uint8) != others.contiguous().view(torch.uint8)).sum())
+
+
 class Pages:
     """The pages of some blocks in a layer's cache.
 
