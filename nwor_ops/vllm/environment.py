@@ -2,11 +2,8 @@
 
 vLLM warns about each ``VLLM_...`` variable that its own table lacks, and stops with ``--fail-on-environ-validation``.
 Every variable in that table is part of the compile cache key. The plugin's variables are removed from the key: in a
-forward the library acts only inside vLLM's custom ops, so the compiled code does not depend on them. An engine with
-other values, or with ``VLLM_NWOR=off``, therefore finds the code that an earlier engine compiled. Settings in
+forward the library acts only inside vLLM's custom ops, so the compiled code does not depend on them. Settings in
 ``additional_config`` stay in the key, because vLLM hashes them with its own configuration.
-
-Ray workers need nothing: vLLM copies every variable with its prefix to them.
 """
 
 from __future__ import annotations

@@ -27,12 +27,9 @@ from nwor_ops.vllm.step_listener import RecurrentListener, StepListener
 
 
 class StateAudit(StepListener, RecurrentListener):
-    """Compare the states of every window.
+    """Compare the states of every window, from the bound metadata builders of all groups.
 
     The audit synchronizes and keeps a state per block for each row of a record, so use it only with small models.
-
-    Args:
-        builders: the metadata builders of all groups, after their ``bind``.
     """
 
     def __init__(self, builders: Sequence[Any]) -> None:
@@ -46,10 +43,8 @@ class StateAudit(StepListener, RecurrentListener):
         )
 
     def summary(self) -> dict[str, int]:
-        """Return the counts by name. States, checkpoints and moves count once for each layer.
-
-        ``moves`` are states that moved with their pending rows. Only the chunk form has them.
-        """
+        """Return the counts by name. States, checkpoints and moves (only of the chunk form) count once for each
+        layer."""
         return dict(self._counts)
 
     def forwarded(self, moment: str) -> None:

@@ -68,14 +68,8 @@ class _Source:
 class Publisher:
     """Put the counts of one runner's engine on its outputs.
 
-    Args:
-        vllm_config: the engine's configuration, for the labels.
-        report: returns ``features`` and ``memory`` for the first message (:mod:`nwor_ops.vllm.feature_report`).
-        logger: vLLM's logger.
-
-    Attributes:
-        name: identifies this publisher in all processes.
-        errors: counts the outputs without our counts because of an error.
+    ``report`` returns ``features`` and ``memory`` for the first message (:mod:`nwor_ops.vllm.feature_report`). ``name``
+    identifies this publisher in all processes. ``errors`` counts the outputs without our counts because of an error.
     """
 
     def __init__(self, vllm_config: Any, report: Callable[[], Mapping[str, Any]], logger: Any) -> None:
