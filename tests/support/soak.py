@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -86,7 +86,9 @@ class Prompts:
         return (shared + tail)[-self._longest :]
 
 
-def stream(server: Server, model: str, prompt: list[int], temperature: float, max_tokens: int) -> Iterator[list[int]]:
+def stream(
+    server: Server, model: str, prompt: list[int], temperature: float, max_tokens: int
+) -> Generator[list[int], None, None]:
     """Yield the tokens of an answer as they come. A caller that closes the iterator hangs up."""
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
     body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
@@ -108,7 +110,7 @@ def run_client(server: Server, plan: Plan, number: int, until: float) -> Counter
         wanted = rng.randrange(1, plan.max_tokens) if abort else plan.max_tokens
         received = 0
         answer = stream(server, plan.words[0], prompts.next(), rng.choice(TEMPERATURES), plan.max_tokens)
-        with contextlib.closing(answer):  # type: ignore[type-var]
+        with contextlib.closing(answer):
             for tokens in answer:
                 received += len(tokens)
                 if abort and received >= wanted:
