@@ -100,7 +100,6 @@ class TimedEngine:
             "acceptance_length": 1 + accepted / drafts if drafts else None,
             "most_running": most_running,
             **plugin,
-            "windows": plugin["windows"] - before["windows"],
             "draft_graph_replays": _replays(plugin) - _replays(before),
         }
 
@@ -131,13 +130,11 @@ class TimedEngine:
         return {
             "seconds": [first[index] for index in range(requests)],
             "cached": [cached[index] for index in range(requests)],
-            "prompt_tokens": prefix + suffix,
         }
 
     def fits(self, tokens: int) -> dict[str, Any]:
-        """Return how many requests of this many tokens fit in the cache, and the sizes of its blocks."""
-        found: dict[str, Any] = self._llm.collective_rpc(requests_that_fit, args=(tokens,))[0]
-        return found
+        """Return how many requests of this many tokens fit in the cache."""
+        return {"requests": self._llm.collective_rpc(requests_that_fit, args=(tokens,))[0]}
 
     def profile(self, requests: int) -> dict[str, Any]:
         """Return the device's microseconds in a decode step, by part; see :func:`step_parts`."""
@@ -279,7 +276,7 @@ def runner_module(worker: Any) -> str:
     return type(worker.model_runner).__module__
 
 
-def requests_that_fit(worker: Any, tokens: int) -> dict[str, Any]:
+def requests_that_fit(worker: Any, tokens: int) -> int:
     """See :meth:`TimedEngine.fits`."""
     runner = worker.model_runner
     cache, model = runner.kv_cache_config, runner.vllm_config.model_config
@@ -289,13 +286,7 @@ def requests_that_fit(worker: Any, tokens: int) -> dict[str, Any]:
         pages = [-(-spec.max_memory_usage_bytes(runner.vllm_config) // spec.page_size_bytes) for spec in specs]
     finally:
         model.max_model_len = longest
-    return {
-        "requests": cache.num_blocks // sum(pages),
-        "num_blocks": cache.num_blocks,
-        "blocks_per_request": pages,
-        "block_sizes": [spec.block_size for spec in specs],
-        "page_bytes": [spec.page_size_bytes for spec in specs],
-    }
+    return int(cache.num_blocks // sum(pages))
 
 
 def start_profile(worker: Any) -> None:

@@ -1,5 +1,5 @@
 """Test the tools that the Makefile runs: stub libraries for a CUDA build of torch, links for an older glibc, runs with
-sanitizers, and mutants."""
+sanitizers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import asan
-import mutants
 import processor
 import pytest
 from older_glibc import link_flags
@@ -53,15 +52,6 @@ def test_stubs_replace_missing_libraries(library_without_its_neighbour: Path, tm
     done = subprocess.run([sys.executable, "-c", ask], env=os.environ | {"LD_LIBRARY_PATH": str(stubs)},
                           capture_output=True, text=True, check=False)  # fmt: skip
     assert done.stdout.strip() == "100", done.stderr
-
-
-def test_no_stubs_if_nothing_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "lib").mkdir()
-    build("int f(void) { return 1; }", "-o", "lib/libalone.so", folder=tmp_path)
-    command = [sys.executable, str(TOOLS / "cuda_stubs.py"), "lib", "stubs"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "0 libraries"
-    assert not (tmp_path / "stubs").exists()
 
 
 # ---------------------------------------------------------------- older_glibc
@@ -114,7 +104,7 @@ def test_width_of_the_compiler_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
             processor.limit_compiler()
 
 
-# ---------------------------------------------------------------- tools/asan.py, tools/mutants.py
+# ---------------------------------------------------------------- tools/asan.py
 
 
 def test_asan_names_files_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,20 +127,3 @@ def test_library_without_sanitizers_is_found(tmp_path: Path, monkeypatch: pytest
     library.write_bytes(b"__ubsan_handle_shift_out_of_bounds")
     found = asan.problem_of_the_build(dict(os.environ))  # no LD_PRELOAD: nothing watches the read
     assert found.startswith("a read past the end of a tensor was not reported")
-
-
-def test_share_of_killed_mutants() -> None:
-    codes = {
-        "nwor_ops.transaction.manager.xǁDraftCommitManagerǁbegin__mutmut_1": 1,
-        "nwor_ops.transaction.manager.xǁDraftCommitManagerǁbegin__mutmut_2": 0,
-        "nwor_ops.transaction.window.x_numbers_on__mutmut_1": 36,
-        "nwor_ops.recurrent.x__one_of__mutmut_1": 33,
-        "nwor_ops.vllm.transaction.session.xǁSessionǁskip__mutmut_1": None,
-    }
-    found = mutants.result(list(codes), codes, seed=7)
-    assert (found["killed"], found["survived"], found["percent_killed"]) == (2, 2, 50.0)
-    assert found["survivors"] == [
-        "nwor_ops.recurrent.x__one_of__mutmut_1",
-        "nwor_ops.transaction.manager.xǁDraftCommitManagerǁbegin__mutmut_2",
-    ]
-    assert found["command"] == "make mutants SAMPLE=5 SEED=7"
