@@ -350,26 +350,6 @@ def test_without_debug_mode_slots_are_not_compared():
     transactions.manager.cancel()
 
 
-def test_fp8_cache_with_scales():
-    """The undo restores bytes, so quantized rows are restored exactly."""
-    cache = packed("packed", Shape(16, 4, 2, 8, 8), torch.uint8, seed=3)[0]
-    manager = new_manager(max_num_tokens=16, max_num_requests=8, max_draft_tokens=16)
-    manager.register_layer("a", cache)
-    manager.allocate()
-    before = cache.planes[0].view.clone()
-    batch = make_batch([Request(2, 3, 1)], distinct_slots(["default"], 5))
-    key, value = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
-    scales = torch.tensor([0.5, 2.0]), torch.tensor([0.25])
-    slots = batch.slots["default"]
-    begin(manager, batch)
-    manager.write("a", key, value, slots, k_scale=scales[0], v_scale=scales[1], kv_cache_dtype="fp8_e4m3")
-    manager.commit(batch.draft_token_ids, batch.sampled_token_ids)
-    ops.write_kv(
-        key[:3], value[:3], before[..., :8], before[..., 8:], slots[:3], *scales, "fp8_e4m3"
-    )  # fmt: skip
-    assert torch.equal(cache.planes[0].view, before)
-
-
 # ---------------------------------------------------------------- a forward that stopped early
 
 

@@ -12,8 +12,8 @@ from tensors import int32, numbers
 from transactions import KINDS, Request, begin, make_batch, one_thread, put_rows  # noqa: F401
 
 import nwor_ops
-from nwor_ops import DraftCommitManager, LayerCache, Layout, Plane, num_shadow_blocks
-from nwor_ops.testing.layouts import make_amx_pages
+from nwor_ops import DraftCommitManager, LayerCache, Layout, Plane, num_shadow_blocks, ops
+from nwor_ops.testing.layouts import make_amx_pages, random_bytes
 
 
 @pytest.mark.parametrize("with_states", [False, True])
@@ -28,26 +28,24 @@ def test_requests_change_rows(with_states):
         stage.assert_pages(cow)
 
 
-def test_write_takes_format_and_scales():
-    """As in cow: key and value are quantized by their own scales."""
-    pages = []
-    for mode in ("cow", "stage"):
-        cache = torch.zeros(12, 4, 2, 16, dtype=torch.uint8)
-        manager = DraftCommitManager(
-            max_num_tokens=8, max_num_requests=1, max_draft_tokens=4, device="cpu", mode=mode, max_drafts_per_request=4
-        )
-        manager.register_layer("one", nwor_ops.LayerCache.packed(cache))
-        manager.allocate()
-        batch = make_batch((Request(2, 3, 1),), {"default": [2, 3, 4, 5, 6]})
-        batch.window = batch.window._replace(seq_lens=int32(7))
-        begin(manager, batch, {"default": int32(0, 1, 2).view(1, 3)})
-        key, value = numbers(5, 2, 8, seed=1), numbers(5, 2, 8, seed=2)
-        scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([0.125])}
-        manager.write("one", key, value, batch.slots["default"], kv_cache_dtype="fp8_e4m3", **scales)
-        manager.commit(batch.draft_token_ids, batch.sampled_token_ids)
-        pages.append(cache[:6])
-    assert pages[0].any()
-    assert torch.equal(*pages)
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_fp8_cache_with_scales(mode):
+    """Key and value are quantized by their own scales. A commit moves bytes, so the other rows are restored exactly."""
+    cache = random_bytes(12 * 4 * 2 * 16, torch.uint8, seed=3).view(12, 4, 2, 16)
+    manager = DraftCommitManager(
+        max_num_tokens=8, max_num_requests=1, max_draft_tokens=4, device="cpu", mode=mode, max_drafts_per_request=4
+    )
+    manager.register_layer("one", nwor_ops.LayerCache.packed(cache))
+    manager.allocate()
+    batch, expected = make_batch((Request(2, 3, 1),), {"default": [2, 3, 4, 5, 6]}), cache.clone()
+    batch.window = batch.window._replace(seq_lens=int32(7))
+    slots, key, value = batch.slots["default"], numbers(5, 2, 8, seed=1), numbers(5, 2, 8, seed=2)
+    scales = torch.tensor([0.5]), torch.tensor([0.125])
+    ops.write_kv(key[:3], value[:3], expected[..., :8], expected[..., 8:], slots[:3].clone(), *scales, "fp8_e4m3")
+    begin(manager, batch, {"default": int32(0, 1, 2).view(1, 3)})
+    manager.write("one", key, value, slots, kv_cache_dtype="fp8_e4m3", k_scale=scales[0], v_scale=scales[1])
+    manager.commit(batch.draft_token_ids, batch.sampled_token_ids)
+    assert torch.equal(cache[:6], expected[:6])
 
 
 @given(st.data())
