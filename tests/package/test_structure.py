@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import os
 import re
 
 import pytest
 from processes import ROOT
 from torch.utils._device import _device_constructors
-
-from nwor_ops.testing.samples import ops_of
 
 FAMILIES = {path.stem for path in ROOT.glob("csrc/*.h") if "_" not in path.stem}
 # Folders of csrc, and the folders that their files may include.
@@ -55,12 +52,6 @@ def test_no_family_includes_a_part_of_another() -> None:
 def test_family_has_one_name_everywhere(pattern: str) -> None:
     assert len(FAMILIES) > 5
     assert [name for name in sorted(FAMILIES) if not (ROOT / pattern.format(name)).exists()] == []
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_oracle_is_that_of_the_ops(family: str) -> None:
-    oracle = importlib.import_module(f"nwor_ops.testing.oracle.{family}")
-    assert sorted(oracle.__all__) == sorted(ops_of(family))
 
 
 def test_every_new_tensor_names_its_device() -> None:

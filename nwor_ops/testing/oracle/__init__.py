@@ -3,9 +3,9 @@
 Names, argument order and in-place behaviour are those of `nwor_ops.ops`, on CPU tensors.
 """
 
-from nwor_ops.testing.oracle.accept import *  # noqa: F403
-from nwor_ops.testing.oracle.drafter import *  # noqa: F403
-from nwor_ops.testing.oracle.recurrent import *  # noqa: F403
-from nwor_ops.testing.oracle.shadow import *  # noqa: F403
-from nwor_ops.testing.oracle.staging import *  # noqa: F403
-from nwor_ops.testing.oracle.undo import *  # noqa: F403
+import importlib
+
+from nwor_ops.ops import registry
+
+for _op in registry.OPS.values():
+    globals()[_op.name] = getattr(importlib.import_module(f"{__name__}.{_op.family}"), _op.name)

@@ -7,13 +7,6 @@ import itertools
 import torch
 from torch import Tensor
 
-__all__ = [
-    "acceptance_mask",
-    "acceptance_mask_from_rejected",
-    "plan_window",
-    "reject_rows",
-]
-
 WINDOWS, DRAFTED, ACCEPTED, REJECTED = range(4)  # indices in `counters`
 
 

@@ -9,24 +9,6 @@ from torch import Tensor
 
 PAD = -1
 
-__all__ = [
-    "argmax_draft_tokens",
-    "compute_slot_mappings",
-    "copy_expand_inputs",
-    "dcp_local_seq_lens",
-    "eagle_step",
-    "expand_draft_logits",
-    "extend_queries",
-    "gather_step_tokens",
-    "gumbel_sample",
-    "prepare_decode_inputs",
-    "prepare_inputs_padded",
-    "prepare_next_token_padded",
-    "prepare_prefill_inputs",
-    "update_draft_inputs",
-    "update_draft_vocabulary",
-]
-
 
 def _num_real(idx_mapping: Tensor | None, num_rows: int) -> int:
     if idx_mapping is None:

@@ -12,15 +12,6 @@ import itertools
 import torch
 from torch import Tensor
 
-__all__ = [
-    "gated_delta_fold",
-    "gated_delta_verify",
-    "plan_recurrent_block_fold",
-    "plan_recurrent_fold",
-    "plan_recurrent_window",
-]
-
-
 # ---------------------------------------------------------------- plans
 
 

@@ -7,8 +7,6 @@ from torch import Tensor
 from nwor_ops.testing.oracle.accept import drafts_of_requests, reject_by_counts
 from nwor_ops.testing.raw_rows import read_row, write_row
 
-__all__ = ["close_window", "close_window_from_rejected", "open_window"]
-
 
 def _planes_of_groups(caches: list[Tensor], planes_per_group: list[int]) -> list[list[Tensor]]:
     planes = iter(caches)

@@ -8,8 +8,6 @@ from torch import Tensor
 from nwor_ops.testing.oracle.undo import write_kv
 from nwor_ops.testing.raw_rows import raw, read_row, write_row
 
-__all__ = ["accept_staged", "commit_staged", "move_slots", "stage_kv"]
-
 
 def stage_kv(key, value, stage_rows, staged_key, staged_value, window_id=None, row_windows=None) -> None:
     for token, row in enumerate(stage_rows.tolist()):

@@ -13,14 +13,6 @@ from torch import Tensor
 from nwor_ops.testing.oracle.accept import reject_by_counts
 from nwor_ops.testing.raw_rows import element_view, raw
 
-__all__ = [
-    "log_slots",
-    "restore_slots",
-    "restore_slots_from_rejected",
-    "write_kv",
-    "write_kv_logged",
-]
-
 # ---------------------------------------------------------------- fp8
 
 
