@@ -409,7 +409,7 @@ def describe_plugin(worker: Any) -> dict[str, Any]:
         "sessions": [session.describe() for session in sessions],
         "vanilla_steps": [dict(session.vanilla_steps) for session in sessions],
         "windows": sum(session.begun for session in sessions),
-        "draft_graphs": [report.as_dict() for report in plugin.draft_graph_reports()] if plugin else [],
+        "draft_graphs": plugin.draft_graph_reports() if plugin else [],
         "recurrent_engines": [state.describe() for state in plugin.recurrent_engines()] if plugin else [],
         "draft_vocabularies": [vocabulary.describe() for vocabulary in plugin.draft_vocabularies()] if plugin else [],
     }

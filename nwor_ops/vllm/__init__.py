@@ -8,13 +8,11 @@ all patches. docs/internals/architecture.md lists the other modules.
 """
 
 from nwor_ops.vllm.draft_graphs.plugin import draft_graph_reports
-from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
 from nwor_ops.vllm.draft_vocabulary.plugin import draft_vocabularies
 from nwor_ops.vllm.plugin import check_hooks, register, sessions, unload
 from nwor_ops.vllm.recurrent.plugin import RecurrentEngine, recurrent_engines
 
 __all__ = [
-    "DraftGraphReport",
     "RecurrentEngine",
     "check_hooks",
     "draft_graph_reports",

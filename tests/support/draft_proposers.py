@@ -281,8 +281,8 @@ def compare(method: str, **speculation: Any) -> str:
             differ = set((ours_now != theirs).nonzero().flatten().tolist()) - batch.undefined_slots()
             assert not differ, f"{where}: the caches differ at {differ}, of block table {batch.table.tolist()}"
     report = proposer.report()
-    assert proposer.errors.counts[FAILED] == report.eager[FAILED] == sum(failed[part] for part in FAILING)
-    return json.dumps({"replays": report.replays, "eager": report.eager, "failed": failed})
+    assert proposer.errors.counts[FAILED] == report["eager"][FAILED] == sum(failed[part] for part in FAILING)
+    return json.dumps({"replays": report["replays"], "eager": report["eager"], "failed": failed})
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

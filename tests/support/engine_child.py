@@ -404,7 +404,7 @@ def describe_worker(worker: Any) -> dict[str, Any]:
             {layer.gdn_prefill_backend for layer in layers if hasattr(layer, "gdn_prefill_backend")}
         ),
         "recorded_layers": [name for audit in audits for name in audit._recorders],
-        "draft_graphs": [report.as_dict() for report in _draft_graphs()],
+        "draft_graphs": _draft_graphs(),
         "draft_vocabulary": _describe_vocabulary(runner),
         "recurrent": [
             {"describe": state.describe(), "audit": state.listener.summary() if state.listener else None}

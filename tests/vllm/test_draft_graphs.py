@@ -350,7 +350,7 @@ def test_new_cache_gets_a_new_loop() -> None:
     runner = make_runner(drafter)
     attach(runner)
     first = proposer_of(runner)
-    assert first.report().captured == {"first_pass": [], "decode": []}
+    assert first.report()["captured"] == {"first_pass": [], "decode": []}
     assert [(patch.owner is drafter, patch.name) for patch in first.patches] == [
         (True, "propose"),
         (False, "capture_model"),

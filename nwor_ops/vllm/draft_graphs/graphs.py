@@ -14,7 +14,6 @@ from vllm.distributed.parallel_state import graph_capture
 
 from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, GraphKey
-from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.metrics.names import by_reason
@@ -187,19 +186,18 @@ class GraphedDrafter(abc.ABC):
             self.graphs.bytes / 2**20,
         )
 
-    def report(self) -> DraftGraphReport:
-        """Return what was captured and what ran."""
-        if self.graphs is None:
-            return DraftGraphReport(eager=dict(self._eager))
-        keys, counts = self.graphs.keys, self.graphs.loop.counts
-        return DraftGraphReport(
-            captured=_counts_of(key for group in keys.values() for key in group),
-            captured_by_drafts={drafts: _counts_of(group) for drafts, group in keys.items()},
-            capture_seconds=self.graphs.seconds,
-            capture_bytes=self.graphs.bytes,
-            replays={name: counts[name, "loop"] for name in ("first_pass", "decode")},
-            eager=dict(self._eager),
-        )
+    def report(self) -> dict[str, Any]:
+        """Return what was captured and what ran, as ``draft_graph_reports`` describes it."""
+        graphs = self.graphs
+        keys: dict[int, list[GraphKey]] = {} if graphs is None else graphs.keys
+        return {
+            "captured": {} if graphs is None else _counts_of(key for group in keys.values() for key in group),
+            "captured_by_drafts": {drafts: _counts_of(group) for drafts, group in keys.items()},
+            "capture_seconds": 0.0 if graphs is None else graphs.seconds,
+            "capture_bytes": 0 if graphs is None else graphs.bytes,
+            "replays": {} if graphs is None else {n: graphs.loop.counts[n, "loop"] for n in ("first_pass", "decode")},
+            "eager": dict(self._eager),
+        }
 
     def counts(self) -> dict[str, float]:
         """Return the counts for the metrics. Passes that no request caused are left out."""

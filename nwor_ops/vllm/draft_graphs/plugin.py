@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.draft_graphs.report import DraftGraphReport
 from nwor_ops.vllm.environment import settings_of, vllm_logger
 from nwor_ops.vllm.hooks import Hook, check_library, check_vllm
 from nwor_ops.vllm.support.features import DRAFT_BACK_ENDS, DRAFT_CACHE_SPECS, DRAFT_GRAPHS
@@ -92,13 +91,24 @@ HOOKS = (*V2_HOOKS, *(hook for hook in V1_HOOKS if hook not in _SHARED_HOOKS))
 _drafters: weakref.WeakSet[Any] = weakref.WeakSet()  # GraphedDrafter
 
 
-def draft_graph_reports() -> list[DraftGraphReport]:
-    """Return the reports of this process's engines. Engines in other processes are not included.
+def draft_graph_reports() -> list[dict[str, Any]]:
+    """Return counts and costs of the draft graphs of this process's engines so far. Engines in other processes are not
+    included.
+
+    Returns:
+        For each engine a dict:
+
+        - ``captured``: request counts that have a graph, by pass (``"first_pass"``, ``"decode"``);
+          ``captured_by_drafts``: the same by number of drafts, which has several entries if that number is dynamic.
+        - ``capture_seconds``, ``capture_bytes``: time and GPU memory of the allocator that capturing took. The driver
+          keeps further memory per graph.
+        - ``replays``: number of passes that ran from graphs, by pass.
+        - ``eager``: number of passes that ran vLLM's code, by reason. Warm-up and profiling are included.
 
     Example:
         Here no engine runs.
 
-        >>> [report.replays for report in nwor_ops.vllm.draft_graph_reports()]
+        >>> [report["replays"] for report in nwor_ops.vllm.draft_graph_reports()]
         []
     """
     return [drafter.report() for drafter in _drafters]
