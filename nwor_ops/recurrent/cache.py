@@ -115,11 +115,14 @@ class RecurrentCache(BoundToMemory):
         device = getattr(self.state, "device", "cpu")
         plan = torch.zeros(0, 4, dtype=torch.int32, device=device)
         layer_window = torch.zeros(1, dtype=torch.int64, device=device)
-        layers = ([tensor] for tensor in (self.state, *self.records, layer_window))
+        keys, norms, decays, updates = ([record] for record in self.records)
         try:
-            ops.gated_delta_fold(*layers, plan, None, self.chunk)
+            ops.gated_delta_fold(
+                [self.state], keys, norms, decays, updates, [layer_window], plan, None, self.chunk
+            )  # fmt: skip
         except (ValueError, TypeError) as error:
-            raise type(error)(f"RecurrentCache: {error}") from None
+            sentence = str(error).removeprefix("gated_delta_fold: ").replace("states[0]", "state").replace("[0]", "")
+            raise type(error)(f"RecurrentCache: {sentence}") from None
 
     @property
     def device(self) -> torch.device:

@@ -56,5 +56,5 @@ class Fold(BoundToMemory):
             window_id: int64 ``[1]`` or None. Layers that are marked with this number are left out, and the others
                 are marked with it. So a call can be repeated after an error. None = fold all layers and mark none.
         """
-        for tensors, chunk in self._launches:
-            ops.gated_delta_fold(*tensors, plan, window_id, chunk)
+        for (states, keys, norms, decays, updates, windows), chunk in self._launches:
+            ops.gated_delta_fold(states, keys, norms, decays, updates, windows, plan, window_id, chunk)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nwor_ops.config import SUGGESTED_ROWS, NworConfig
+from nwor_ops.vllm.draft_graphs.supported import check_graph_mode
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.hooks import check_library
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS, DRAFT_VOCABULARY, NO_SPECULATION, RECURRENT
@@ -192,7 +193,7 @@ def _checks_of(feature: str, vllm_config: Any) -> Iterable[Check]:
         from nwor_ops.vllm.draft_graphs import plugin
 
         yield from plugin.checks_of(vllm_config, device_type)
-        yield lambda: plugin.check_graph_mode(vllm_config.compilation_config.cudagraph_mode)
+        yield lambda: check_graph_mode(vllm_config.compilation_config.cudagraph_mode)
     elif feature == DRAFT_VOCABULARY:
         from nwor_ops.vllm.draft_vocabulary.plugin import check_config
 

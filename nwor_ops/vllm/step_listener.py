@@ -70,7 +70,7 @@ class StepListener:
 class RecurrentListener:
     """Receive the events of one recurrent state per request. Every method does nothing. Override those that you need.
 
-    A ``group`` holds the layers of a KV-cache group (``recurrent.group``). A plan is int32 ``[E, 4]`` with rows of
+    A ``group`` holds the layers of a KV-cache group (``recurrent.page``). A plan is int32 ``[E, 4]`` with rows of
     source block, rows, first row and target block (0: none).
     """
 

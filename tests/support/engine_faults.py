@@ -121,7 +121,7 @@ def _of_verify(_: Any) -> list[Fault]:
 
 
 def _of_fold(_: Any) -> list[Fault]:
-    from nwor_ops.vllm.recurrent.group import GroupLayers
+    from nwor_ops.vllm.recurrent.page import GroupLayers
 
     return [Fault(GroupLayers, "fold_planned", 3, "")]
 

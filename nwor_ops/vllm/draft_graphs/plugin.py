@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.environment import settings_of, vllm_logger
 from nwor_ops.vllm.hooks import Hook, check_library, check_vllm
-from nwor_ops.vllm.support.features import DRAFT_BACK_ENDS, DRAFT_CACHE_SPECS, DRAFT_GRAPHS
-from nwor_ops.vllm.support.refusals import GRAPH_MODE, Check, Unsupported, check_engine
+from nwor_ops.vllm.support.features import DRAFT_GRAPHS
+from nwor_ops.vllm.support.refusals import Check, Unsupported, check_engine
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 V1_RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -198,27 +198,6 @@ def checks_of(vllm_config: Any, device_type: str) -> Iterator[Check]:
     yield lambda: check_vllm(V2_HOOKS if vllm_config.use_v2_model_runner else V1_HOOKS, DRAFT_GRAPHS)
     yield lambda: check_engine(vllm_config, device_type, DRAFT_GRAPHS)
     yield lambda: check_library("cuda")
-
-
-def check_attention(attn_groups: Iterable[Iterable[Any]]) -> None:
-    """Check that a graph can update the metadata of the drafter's attention groups."""
-    problems = set()
-    for group in (group for groups in attn_groups for group in groups):
-        backend, spec = group.backend.get_name(), type(group.kv_cache_spec).__name__
-        if backend not in DRAFT_BACK_ENDS:
-            problems.add(f"attention back end {backend}: only {', '.join(DRAFT_BACK_ENDS)} are supported")
-        elif spec not in DRAFT_CACHE_SPECS:
-            problems.add(f"KV-cache spec {spec}: only {', '.join(DRAFT_CACHE_SPECS)} are supported")
-        elif not group.supports_draft_decode_metadata_update:
-            problems.add(f"attention back end {backend}: here it cannot update its metadata on the device")
-    if problems:
-        raise Unsupported("; ".join(sorted(problems)))
-
-
-def check_graph_mode(cudagraph_mode: Any) -> None:
-    """Check that the target's decode batches run as FULL graphs."""
-    if cudagraph_mode.decode_mode().name != "FULL":
-        raise GRAPH_MODE.because(mode=cudagraph_mode.name)
 
 
 def _may_have_graphs(config: NworConfig, vllm_config: Any, device: Any, logger: Any) -> bool:

@@ -31,7 +31,7 @@ from nwor_ops.vllm.draft_graphs.graphs import (
     captured_counts,
 )
 from nwor_ops.vllm.draft_graphs.metadata import LayerMetadata
-from nwor_ops.vllm.draft_graphs.plugin import check_attention, check_graph_mode
+from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS
 from nwor_ops.vllm.support.refusals import DRAFTER

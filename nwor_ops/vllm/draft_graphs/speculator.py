@@ -33,7 +33,7 @@ from nwor_ops.vllm.draft_graphs.graphs import (
     captured_counts,
 )
 from nwor_ops.vllm.draft_graphs.metadata import LayerMetadata, VllmDraftMetadata
-from nwor_ops.vllm.draft_graphs.plugin import check_attention, check_graph_mode
+from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode
 from nwor_ops.vllm.support.refusals import Unsupported
 
 _INPUTS = tuple(inspect.signature(StandaloneARSpeculator.propose).parameters)[1:]  # without self

@@ -20,18 +20,10 @@ from nwor_ops.vllm.step_listener import RecurrentListener
 
 
 class BlockOwners:
-    """Follow the blocks that the scheduler gives to a runner's requests.
+    """Follow the blocks that the scheduler gives to a V2 runner's requests, in groups whose layers have one state.
 
-    Call :meth:`attach` once. Both patches run before vLLM's code, so a new block has nothing pending when vLLM copies,
-    loads or computes a state there. They read lists on the host and do not synchronize.
-
-    Args:
-        runner: vLLM's V2 runner.
-        groups: numbers of the KV-cache groups whose layers have one state.
-        cursors: the cursors of all groups.
-
-    Attributes:
-        listener: receives the copies and the new owners of blocks, or None.
+    Both patches run before vLLM's code, so a new block has nothing pending when vLLM copies, loads or computes a state
+    there. They read lists on the host and do not synchronize.
     """
 
     def __init__(self, runner: Any, groups: Sequence[int], cursors: Cursors) -> None:
@@ -40,7 +32,6 @@ class BlockOwners:
         self.listener: RecurrentListener | None = None
 
     def attach(self, patches: Patches) -> None:
-        """Patch the methods of the runner. ``patches`` are those of this engine."""
         patches.put_methods(self._runner, self, ("add_requests", "update_requests"))
 
     def add_requests(self, add: Callable[..., Any], scheduler_output: Any) -> Any:
@@ -50,8 +41,8 @@ class BlockOwners:
 
     def update_requests(self, update: Callable[..., Any], scheduler_output: Any) -> Any:
         """Clear the new blocks of running requests. Copy the pending rows of each block that vLLM copies."""
-        given = [blocks for blocks in scheduler_output.scheduled_cached_reqs.new_block_ids if blocks is not None]
-        self._clear([block for blocks in given for group in self._groups for block in blocks[group]])
+        new_blocks = [blocks for blocks in scheduler_output.scheduled_cached_reqs.new_block_ids if blocks is not None]
+        self._clear([block for blocks in new_blocks for group in self._groups for block in blocks[group]])
         result = update(scheduler_output)
         if copies := scheduler_output.kv_cache_block_copies:
             sources, targets = self._to_device(copies).unbind(1)

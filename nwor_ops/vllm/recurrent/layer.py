@@ -43,12 +43,9 @@ class RecurrentLayer(PluggableLayer, MambaBase):
 
     Attributes:
         given_gates: whether vLLM computes the decays and betas of a window before its kernel.
-        recurrent: whether this engine has one state per request. If False, the attributes below are not set.
-        geometry: sizes of the record.
+        recurrent: whether this engine has one state per request. If False, vLLM's code runs.
         layer_window: int64 ``[1]``, the number of the last window that this layer verified.
-        allow_neg_eigval: whether beta is doubled. vLLM's OLMo hybrid has an attribute of this name.
-        gate_lower_bound: lower bound of the logarithm of the decays, or None. vLLM's Kimi Linear has an attribute of
-            this name.
+        allow_neg_eigval, gate_lower_bound: as in :func:`nwor_ops.gated_delta_verify`. Some vLLM layers set them.
         all_states: ``[max_tokens, value_heads, dv, dk]``, only with an audit: the states that vLLM would have kept.
         listener: receives each checkpoint that vLLM exports, or None.
     """
@@ -105,8 +102,8 @@ class RecurrentLayer(PluggableLayer, MambaBase):
     @property
     def recurrent_cache(self) -> RecurrentCache:
         """The states, and views of the records, which follow vLLM's states in each page."""
-        found: RecurrentCache = getattr(self.kv_cache[1], _CACHE)
-        return found
+        cache: RecurrentCache = getattr(self.kv_cache[1], _CACHE)
+        return cache
 
     # ------------------------------------------------------------ a step
 
@@ -125,13 +122,7 @@ class RecurrentLayer(PluggableLayer, MambaBase):
     ) -> None:
         """Verify the windows of this step. The tokens must be in the order of the plan.
 
-        Args:
-            q, k, v: ``[T, heads, width]``, the tokens of all windows.
-            a: ``[T, value_heads]``, or ``[T, value_heads, dk]`` with a decay per channel. With ``given_gates``, the
-                logarithms of the decays.
-            b: ``[T, value_heads]``. With ``given_gates``, the betas.
-            out: ``[T, value_heads, dv]``; **mutated**: the output, after norm and gate if there is a gate.
-            gate, norm_weight, norm_eps, gate_activation: as for :func:`nwor_ops.gated_delta_verify`.
+        Arguments are those of :func:`nwor_ops.gated_delta_verify`; ``out`` is **mutated**.
         """
         metadata = self.windows()
         assert metadata is not None
@@ -169,8 +160,8 @@ class RecurrentLayer(PluggableLayer, MambaBase):
     def windows(self) -> RecurrentMetadata | None:
         """Return the metadata of this step, or None if it has no windows."""
         by_layer = get_forward_context().attn_metadata
-        found = by_layer.get(self.prefix) if isinstance(by_layer, dict) else None
-        return found if isinstance(found, RecurrentMetadata) and found.num_spec_decodes > 0 else None
+        metadata = by_layer.get(self.prefix) if isinstance(by_layer, dict) else None
+        return metadata if isinstance(metadata, RecurrentMetadata) and metadata.num_spec_decodes > 0 else None
 
     def has_plan(self, metadata: Any) -> bool:
         """Return whether metadata of a step is ours."""
@@ -198,11 +189,7 @@ def subclass_of(model: Model) -> type:
 
 
 def install(model: Model) -> None:
-    """Make vLLM create our layers, and pass their windows to them. Safe to call again.
-
-    vLLM's registry holds one class per layer. :func:`.supported.problem_of` refuses an engine if another plugin
-    registered a class.
-    """
+    """Make vLLM create our layers, and pass their windows to them. Safe to call again."""
     if model.layer not in op_registry_oot:
         ours: Any = subclass_of(model)
         PluggableLayer.register_oot(ours, name=model.layer)

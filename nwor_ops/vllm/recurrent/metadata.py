@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.gdn_attn import (
 )
 
 from nwor_ops.vllm.recurrent.block_reuse import to_device
-from nwor_ops.vllm.recurrent.group import GroupLayers
+from nwor_ops.vllm.recurrent.page import GroupLayers
 from nwor_ops.vllm.step_listener import RecurrentListener
 
 
@@ -57,10 +57,7 @@ class RecurrentMetadata(GDNAttentionMetadata):
         return self.num_spec_decodes > 0 and self.num_prefills == 0 and self.num_decodes == 0
 
     def with_plan(self, indices: Tensor | None, plan: Tensor | None, window_id: Tensor | None) -> RecurrentMetadata:
-        """Return a copy with a plan, and the state indices that are its first column.
-
-        Each group of layers has one in every step. ``dataclasses.replace`` would take ten times as long.
-        """
+        """Return a copy with a plan and state indices. ``dataclasses.replace`` would take ten times as long."""
         made = RecurrentMetadata.__new__(RecurrentMetadata)
         made.__dict__.update(self.__dict__, spec_state_indices_tensor=indices, plan=plan, window_id=window_id)
         return made
@@ -153,12 +150,7 @@ class RecurrentMetadataBuilder(GDNAttentionMetadataBuilder):
         return self._planned(metadata, slots)
 
     def _of_decodes(self, common: Any, decodes: int) -> RecurrentMetadata:
-        """Return the metadata of a batch with only windows of one token, without the plan.
-
-        Args:
-            common: vLLM's metadata of the batch. Padded requests follow the decodes.
-            decodes: number of windows.
-        """
+        """Return the metadata of a batch with only windows of one token, without the plan. Padded requests follow."""
         rows = common.num_reqs
         return RecurrentMetadata(
             num_prefills=0,
@@ -194,13 +186,7 @@ class RecurrentMetadataBuilder(GDNAttentionMetadataBuilder):
         return made
 
     def _slots(self, block_table: Tensor) -> Tensor:
-        """Return the block with the state of each request, ``[num_reqs]``.
-
-        Without prefix caching, it is the first block of the request.
-
-        Raises:
-            RuntimeError: with prefix caching, vLLM has not set the blocks.
-        """
+        """Return the block with the state of each request, ``[num_reqs]``: the first one without prefix caching."""
         aligned = self.mamba_aligned_state_indices
         if aligned is None and self.vllm_config.cache_config.mamba_cache_mode == "align":
             raise RuntimeError(
@@ -210,26 +196,13 @@ class RecurrentMetadataBuilder(GDNAttentionMetadataBuilder):
         return block_table[:, 0] if aligned is None else aligned[: block_table.shape[0], 0]
 
     def _table(self, block_table: Tensor) -> Tensor:
-        """Return the block table that vLLM's builder needs.
-
-        With prefix caching, vLLM reads the aligned indices, which it finds itself, and looks up the blocks of
-        checkpoints in the whole table. Without prefix caching, it takes the first columns of the table.
-        """
+        """Return the table for vLLM's builder. With prefix caching it looks up the blocks of checkpoints."""
         return block_table if self.vllm_config.cache_config.mamba_cache_mode == "align" else block_table[:, :1]
 
     def take_planned(self) -> bool:
         """Return whether windows were planned since the last call."""
-        found, self._has_planned = self._has_planned, False
-        return found
-
-    def skipped_places(self) -> list[int]:
-        """Return the indices in the batch of the requests whose window the last plan skipped. This synchronizes.
-
-        The plan skips a request if the count of its accepted tokens, or its cursor, is invalid.
-        """
-        rows = zip(self.slots.tolist(), self.starts.diff().tolist(), self.plan[:, 0].tolist(), strict=False)
-        skipped = {slot for slot, tokens, source in rows if slot > 0 and tokens > 0 and source == 0}
-        return [place for place, slot in enumerate(self._batch_slots.tolist()) if slot in skipped]
+        has_planned, self._has_planned = self._has_planned, False
+        return has_planned
 
     def fold_first_rows(self, places: Tensor) -> None:
         """Fold the first row of windows of this step, and drop their other rows. Call it after the forward.
@@ -252,10 +225,7 @@ class RecurrentMetadataBuilder(GDNAttentionMetadataBuilder):
     def _planned(self, metadata: RecurrentMetadata, slots: Tensor) -> RecurrentMetadata:
         """Plan the windows of a batch, and replace the state indices with the plan.
 
-        Args:
-            metadata: metadata of this group, without the plan. In a batch with only windows, the state indices may
-                be those of another group.
-            slots: the block of each request of the batch.
+        In a batch with only windows, the state indices may be those of another group. ``slots``: block of each request.
         """
         started = time.perf_counter()
         planned = self._plan_batch(metadata, slots)

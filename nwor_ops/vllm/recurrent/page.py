@@ -1,4 +1,5 @@
-"""Layout of a page: vLLM's states of a layer, and after them the record of the request's last windows.
+"""Layout of a page: vLLM's states of a layer, and after them the record of the request's last windows; and the layers
+that share a group of pages.
 
 The parts of a record are in the order that keeps 16-byte alignment. A page belongs to a block, so a record moves with
 its state.
@@ -7,6 +8,7 @@ its state.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor
 
 from nwor_ops.recurrent.cache import CHUNK, RecurrentCache
+from nwor_ops.recurrent.cursors import Cursors
+from nwor_ops.recurrent.fold import Fold, RecurrentLayer
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.recurrent.models import model_of
 
@@ -97,17 +101,45 @@ class RecordGeometry:
         )
 
     def bind(self, state: Tensor, pages: Tensor, offset: int) -> RecurrentCache:
-        """Return the states, and views of the record in each page.
-
-        Args:
-            state: ``[num_slots, value_heads, value_width, key_width]``: the states in the pages.
-            pages: int8 ``[num_slots, page_bytes]``.
-            offset: offset of the record in a page, which is the size of the states, in bytes.
-        """
-        found: dict[str, Tensor] = {}
+        """Return the states, and views of the record in each page, int8 ``[num_slots, page_bytes]``, from an offset."""
+        records: dict[str, Tensor] = {}
         for name, (shape, dtype) in self.parts.items():
             size = prod(shape) * dtype.itemsize
-            found[f"record_{name}"] = pages[:, offset : offset + size].view(dtype).view(-1, *shape)
+            records[f"record_{name}"] = pages[:, offset : offset + size].view(dtype).view(-1, *shape)
             offset += size
-        keys, norms, decays, updates = (found[f"record_{name}"] for name in ("keys", "norms", "decays", "updates"))
-        return RecurrentCache(state, keys, norms, decays, updates, self.chunk)
+        return RecurrentCache(state, **records, chunk=self.chunk)
+
+
+class GroupLayers:
+    """The layers of one KV-cache group, whose caches are bound.
+
+    All groups share the cursors, because a block belongs to one group at a time.
+    """
+
+    def __init__(self, cursors: Cursors, layers: Sequence[Any]) -> None:
+        self.cursors = cursors
+        self.layers = {layer.prefix: layer for layer in layers}
+        self._neutral: Tensor | None = None  # layers of a group have records of one geometry
+        self._fold = Fold({layer.prefix: RecurrentLayer(layer.recurrent_cache, layer.layer_window) for layer in layers})
+
+    def begin_chunk(self, slots: Tensor, positions: Tensor) -> None:
+        """Fill the records of blocks with rows that change nothing, for the part of a chunk before their states.
+
+        A chunk ends at a multiple of its length, but a prompt ends anywhere. Arguments: :meth:`.Cursors.begin_chunk`.
+        """
+        for layer in self.layers.values():  # one launch per layer
+            geometry = layer.geometry
+            if self._neutral is None:
+                self._neutral = geometry.neutral_record(slots.device)
+            record = self._neutral.expand(slots.shape[0], -1)
+            geometry.whole_records(layer.recurrent_cache).index_copy_(0, slots, record)
+        self.cursors.begin_chunk(slots, positions)
+
+    def fold(self, plan: Tensor, sources: Tensor, targets: Tensor, rows: Tensor, keep_source: bool = False) -> None:
+        """Fold the pending rows of blocks in all layers. Arguments: :meth:`.Cursors.plan_fold`."""
+        self.cursors.plan_fold(plan, sources, targets, rows, keep_source)
+        self.fold_planned(plan[: sources.shape[0]])
+
+    def fold_planned(self, plan: Tensor) -> None:
+        """Fold all layers by a plan of :meth:`.Cursors.plan_fold`, int32 ``[E, 4]``."""
+        self._fold.apply(plan)

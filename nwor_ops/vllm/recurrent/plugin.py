@@ -25,9 +25,8 @@ from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.metrics import publisher
 from nwor_ops.vllm.recurrent.block_reuse import BlockOwners, to_device
-from nwor_ops.vllm.recurrent.group import GroupLayers
 from nwor_ops.vllm.recurrent.models import model_of
-from nwor_ops.vllm.recurrent.page import RecordGeometry
+from nwor_ops.vllm.recurrent.page import GroupLayers, RecordGeometry
 from nwor_ops.vllm.recurrent.prefix_caching import AlignedStates
 from nwor_ops.vllm.recurrent.supported import problem_of, uses_recurrent
 from nwor_ops.vllm.step_listener import RecurrentListener
@@ -57,25 +56,13 @@ def recurrent_engine_of(runner: Any) -> RecurrentEngine | None:
 
 
 class RecurrentEngine:
-    """The states of one engine.
+    """The states of one engine. The plugin makes it when a cache is bound.
 
-    Args:
-        runner: vLLM's runner, after its cache is bound.
-        builders: the metadata builders of its groups of layers with one state, after their ``bind``.
-        geometry: sizes of a record.
-        skipped: the counter of skipped requests that the builders' plans share.
-        aligned: copies states from block to block; only with prefix caching.
-        owners: clears the blocks that get a new owner; only with prefix caching or a KV connector.
-        folds_tails: whether a state is folded after each last token of a prompt (:meth:`fold_tails`).
-        patches: the patches of this engine's objects.
-
-    Attributes:
-        builders: the metadata builders.
-        patches: the patches of this engine's objects.
-        listener: receives the events of the states, or None.
+    ``aligned`` copies states between blocks, only with prefix caching. ``owners`` clears blocks with a new owner, only
+    with prefix caching or a KV connector. ``folds_tails``: whether :meth:`after_forward` folds the ends of prompts.
 
     Example:
-        The plugin makes it when a cache is bound. Here no engine runs.
+        Here no engine runs.
 
         >>> [(state.num_layers, state.record_bytes) for state in nwor_ops.vllm.recurrent_engines()]
         []
@@ -128,13 +115,9 @@ class RecurrentEngine:
         return self._cache_bytes * self._record_bytes // self._page_bytes
 
     def counts(self, skipped: int) -> dict[str, float]:
-        """Return the totals for the metrics. Every group plans every step.
-
-        Args:
-            skipped: the value of :attr:`counter`.
-        """
+        """Return the totals for the metrics. ``skipped``: the value of :attr:`counter`."""
         return {
-            "recurrent_steps": self.builders[0].steps,
+            "recurrent_steps": self.builders[0].steps,  # every group plans every step
             "recurrent_host_seconds": sum(builder.host_seconds for builder in self.builders),
             "recurrent_skipped_requests": skipped,
         }
@@ -165,20 +148,13 @@ class RecurrentEngine:
             CannotContinue: a window skipped a request, as far as the host knows.
         """
         if self._skipped.latest() > 0:
-            raise self._unknown_states(input_batch)
+            raise CannotContinue.because(
+                "recurrent: the counts of accepted tokens of some requests are invalid. Their windows were skipped, "
+                "and their outputs are zeros",
+                "their recurrent states are not known",
+            )
         if self.folds_tails:
             self.fold_tails(input_batch)
-
-    def _unknown_states(self, input_batch: Any) -> CannotContinue:
-        """Return the error for requests that a window skipped. It names the requests that this step skipped again."""
-        places = sorted({place for builder in self.builders for place in builder.skipped_places()})
-        names = [input_batch.req_ids[place] for place in places]
-        whose = f"of requests {', '.join(names)}" if names else "of requests of earlier steps, which are not known,"
-        return CannotContinue.because(
-            f"recurrent: the counts of accepted tokens {whose} are invalid. Their windows were skipped, "
-            "and their outputs are zeros",
-            "their recurrent states are not known",
-        )
 
     def fold_tails(self, input_batch: Any) -> None:
         """Fold the state of each prompt that ran as a window in this step.
@@ -211,11 +187,7 @@ class RecurrentEngine:
 
 
 def prepare(vllm_config: Any, logger: Any) -> None:
-    """Install our layers and page sizes if the engine asks for one state. Call it before vLLM creates the layers.
-
-    Raises:
-        RuntimeError: one state was asked for, but the configuration does not support it.
-    """
+    """Install our layers and page sizes if the engine asks for one state. Call it before vLLM creates the layers."""
     if not _check(vllm_config, logger):
         return
     from vllm.model_executor.models import ModelRegistry
@@ -255,15 +227,9 @@ def add_records(model: Any) -> None:
 
 
 def attach(runner: Any, logger: Any, profiling: bool) -> None:
-    """Give cursors to the layers of a runner. Call it after vLLM bound a cache.
+    """Give cursors to the layers of a V2 runner. Call it after vLLM bound a cache.
 
-    Args:
-        runner: vLLM's V2 runner.
-        logger: vLLM's logger.
-        profiling: whether the cache only serves to measure memory; then bind the layers and nothing else.
-
-    Raises:
-        RuntimeError: the model has recurrent layers that one state does not support.
+    With ``profiling`` the cache only serves to measure memory: bind the layers and nothing else.
     """
     vllm_config = runner.vllm_config
     if not _check(vllm_config, logger):  # again, because a runner may load its model without our patch of load_model
@@ -315,10 +281,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
 
 
 def following_forwards(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a patch of the V2 runner's ``execute_model`` that calls :meth:`RecurrentEngine.after_forward`.
-
-    It has an effect only in engines with one state per request.
-    """
+    """Return a patch of the V2 runner's ``execute_model`` that calls :meth:`RecurrentEngine.after_forward`."""
 
     def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = execute(self, *args, **kwargs)
@@ -331,13 +294,7 @@ def following_forwards(execute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(vllm_config: Any, logger: Any) -> bool:
-    """Return whether the engine asks for one state per request and supports it.
-
-    With ``on_unsupported="vanilla"``, log a warning instead of raising.
-
-    Raises:
-        RuntimeError: one state was asked for, but is not supported; with the reason.
-    """
+    """Return whether the engine asks for one state per request and supports it. If it does not, raise or warn."""
     config = settings_of(vllm_config)
     if not config.recurrent:
         return False

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops.vllm.hooks import Patches
-from nwor_ops.vllm.recurrent.group import GroupLayers
+from nwor_ops.vllm.recurrent.page import GroupLayers
 from nwor_ops.vllm.step_listener import RecurrentListener
 
 # Fields of the vLLM context that its kernels read. Each has one entry per state.
@@ -49,13 +49,8 @@ class AlignedStates:
     Args:
         context: vLLM's ``MambaSpecDecodeGPUContext``, after vLLM set up its metadata. **Mutated**: its states are
             reduced to those of the convolutions, and its two copy functions are patched.
-        groups: the layers of each group, and its block table: int32 ``[max_requests, columns]``. A row belongs to a
-            request of the runner, not of the batch.
-        drafts: maximum number of draft tokens per request.
-        patches: the patches of this engine.
-
-    Attributes:
-        listener: receives each fold, or None.
+        groups: the layers of each group, and its block table: int32 ``[max_requests, columns]``, with a row per
+            request of the runner.
     """
 
     def __init__(
@@ -145,15 +140,7 @@ class AlignedStates:
         copy(num_reqs, num_accepted_tokens_gpu, state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping)
 
     def _plan_folds(self, requests: Tensor, *columns: Tensor, **options: Any) -> list[tuple[GroupLayers, Tensor]]:
-        """Plan the folds of all groups with one launch, and return the plan of each group.
-
-        One plan serves all groups, because a block belongs to one group at a time.
-
-        Args:
-            requests: ``idx_mapping`` of :func:`nwor_ops.plan_recurrent_block_fold`.
-            *columns: its arguments ``source_columns`` and ``num_kept``.
-            **options: its other arguments.
-        """
+        """Plan the folds of all groups with one launch of :func:`nwor_ops.plan_recurrent_block_fold`."""
         plan = self._plan[: len(self._tables) * requests.shape[0]]
         self._cursors.plan_block_fold(plan, self._tables, requests, *columns, **options)
         parts = plan.view(len(self._tables), -1, 4).unbind()
@@ -167,12 +154,7 @@ class AlignedStates:
 
 
 def _pages_of(context: Any, groups: Sequence[tuple[GroupLayers, Tensor]]) -> Any:
-    """Return a copy of vLLM's context without the convolution's rows. It copies states and records.
-
-    Args:
-        context: vLLM's context with all of its states.
-        groups: the layers of each group, and its block table.
-    """
+    """Return a copy of vLLM's context that copies states and records in place of the convolution's rows."""
     # The address of a state does not tell its group, because layers of different groups share memory.
     numbers = {address: number for number, address in enumerate(context.block_table_ptrs.tolist())}
     values: dict[str, list[int]] = {name: [] for name in PER_STATE}
@@ -182,7 +164,7 @@ def _pages_of(context: Any, groups: Sequence[tuple[GroupLayers, Tensor]]) -> Any
             cache = layer.recurrent_cache
             for tensor in (cache.state, *cache.records):
                 size = tensor.element_size()
-                found = {
+                fields = {
                     "state_base_addrs": _as_int64(tensor.data_ptr()),
                     "state_block_strides": tensor.stride(0) * size,
                     "state_elem_sizes": size,
@@ -190,7 +172,7 @@ def _pages_of(context: Any, groups: Sequence[tuple[GroupLayers, Tensor]]) -> Any
                     "state_group_indices": number,
                 }
                 for name, of_all in values.items():
-                    of_all.append(found.get(name, 0))  # widths and rows are of convolutions
+                    of_all.append(fields.get(name, 0))  # widths and rows are of convolutions
     pages = copies.copy(context)
     for name, of_all in values.items():
         setattr(pages, name, torch.tensor(of_all, device="cpu").to(getattr(context, name)))

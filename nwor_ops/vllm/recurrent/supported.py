@@ -96,12 +96,7 @@ CONNECTOR_HOOKS = {
 
 
 def check_geometry(geometry: Any, state_dtype: Any) -> None:
-    """Check that the kernel supports states of this shape and dtype.
-
-    Args:
-        geometry: a :class:`~nwor_ops.vllm.recurrent.page.RecordGeometry`.
-        state_dtype: dtype of the states, as ``torch.dtype``.
-    """
+    """Check that the kernel supports states of this shape and dtype."""
     for what, width, known in (
         ("keys", geometry.key_width, KEY_WIDTHS),
         ("values", geometry.value_width, VALUE_WIDTHS),
@@ -117,13 +112,7 @@ def check_geometry(geometry: Any, state_dtype: Any) -> None:
 
 
 def check_chunk(vllm_config: Any, geometry: Any, capability: Any) -> None:
-    """Check that the kernels of the chunk form support an engine. Call it only for an engine with this form.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        geometry: a :class:`~nwor_ops.vllm.recurrent.page.RecordGeometry`.
-        capability: compute capability of the GPU, a pair of numbers. None: this machine has no GPU.
-    """
+    """Check that the kernels of the chunk form support an engine. ``capability``: None if this machine has no GPU."""
     if geometry.per_channel:
         raise CHUNK_FORM.because(what="each channel of a key has a decay (KDA), and the kernel needs one per head")
     for what, width in (("keys", geometry.key_width), ("values", geometry.value_width)):
@@ -180,14 +169,14 @@ def _capability() -> tuple[int, int] | None:
     """Return the compute capability of this machine's GPU, or None without one. It does not initialize CUDA."""
     from vllm.platforms import current_platform
 
-    found = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    return None if found is None else (found.major, found.minor)
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    return None if capability is None else (capability.major, capability.minor)
 
 
 def checks_of(vllm_config: Any) -> Iterator[Callable[[], None]]:
-    """Yield the checks of a configuration, in order. Each raises :class:`Unsupported`, and may rely on the ones before
-    it. :func:`check_hooks` and the compiled library are not among them, because they are the same for every
-    configuration.
+    """Yield the checks of a configuration, in order. Each raises :class:`Unsupported`, and may rely on the ones before.
+
+    :func:`check_hooks` and the compiled library are not among them.
     """
     yield lambda: check_engine(vllm_config, vllm_config.device_config.device_type, RECURRENT)
     model = model_of(vllm_config)
