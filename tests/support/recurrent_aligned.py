@@ -7,6 +7,10 @@ As in recurrent_layers.py, the layers and builders are real. States move from bl
 begin with states that other requests left, and new requests get blocks with old data. On the side of vLLM its kernels
 and its context copy the states. On our side they copy the rows of the convolution.
 
+The last token of a prompt may run in a window, padded with placeholder drafts. KV connectors may read its state after
+the forward, and the state of each full block from the end of the step on. So nothing may be pending there, and the
+states must be near vLLM's.
+
 In case ``checkpoints`` the last chunk of a prompt is not split, as with FlashInfer's prefill. The state at its last
 full block is exported to a separate block, and later requests begin with it. The layer of vLLM 0.33 does this itself.
 Here a plain recurrence replaces FlashInfer's kernel. The builder and the exporter are in vLLM 0.32 too, but its layer
@@ -34,9 +38,7 @@ from recurrent_layers import (
     Side,
     check_chunks,
     configuration,
-    normal_inputs,
     prepare_vllm,
-    weights_of,
 )
 from torch import Tensor
 
@@ -121,6 +123,24 @@ class AlignedSide(Side):
         self.accepted[rows.long()] = torch.tensor(sampled, dtype=torch.int32).clamp(min=1)
         self.computed[rows.long()] += torch.tensor(advanced, dtype=torch.int32)
         self.context.run_fused_postprocess_align(len(rows), self.accepted, self.column, self.computed, rows)
+
+    def fold_tails(self, places: list[int]) -> None:
+        """Fold the first row of each prompt that ended in a window. Runs after the forward."""
+        for builder in self.builders if self.recurrent and places else ():
+            builder.fold_first_rows(torch.tensor(places))
+
+    def exported(self, row: int, column: int) -> list[Tensor]:
+        """Return copies of what a KV connector reads in a block: the convolution and the state of each group."""
+        found = []
+        for builder, layer, table in zip(self.builders, self.layers, self.tables, strict=True):
+            block, (conv, state) = int(table[row, column]), layer.kv_cache
+            if self.recurrent:
+                pending, first, *earlier = builder.group.cursors.table[block].tolist()
+                updates = layer.recurrent_cache.record_updates[block]
+                neutral = updates[[(first + row) % len(updates) for row in range(sum(earlier))]]  # a chunk may begin so
+                assert pending == neutral.count_nonzero() == 0, f"rows are pending in block {block}"
+            found += [conv[block][: recurrent_layers.CONVOLUTION - 1].clone(), state[block].clone()]
+        return found
 
 
 class CheckpointSide(AlignedSide):
@@ -345,8 +365,12 @@ class Scheduler:
             return 1 + drafts, drafts
         if self._checkpoints and self._has_checkpoint(computed, prompt):
             return left, -1
-        tokens = min(self._chance.choice([1, left, 5]), left, block - computed % block)
-        return (1, 0) if tokens == 1 and computed > 0 else (tokens, -1)
+        choices = [1, left, 5] if self._checkpoints else [1, left, max(left - 1, 1), 5]
+        tokens = min(self._chance.choice(choices), left, block - computed % block)
+        if tokens > 1 or computed == 0:
+            return tokens, -1
+        drafts = self._most_drafts if left == 1 and not self._checkpoints else 0
+        return 1 + drafts, drafts
 
     def _has_checkpoint(self, computed: int, prompt: int) -> bool:
         from vllm.v1.kv_cache_interface import (
@@ -377,26 +401,29 @@ def run(checkpoints: bool, most_drafts: int, chunk: bool) -> dict[str, Any]:
     for name in ("mamba_block_size", "hash_block_size", "cache_hit_alignment_tokens"):
         setattr(config.cache_config, name, block)
     config.cache_config.mamba_cache_mode = "align"
-    weights = weights_of(generator)
+    weights = Side.weights_of(generator)
     sides = [(CheckpointSide if checkpoints else AlignedSide)(config, ours, False, weights) for ours in (False, True)]
     audit = sides[1].aligned.listener = StateAudit(sides[1].builders)
     for thing in (*sides[1].builders, *sides[1].layers, *([sides[1].owners] if checkpoints else [])):
         thing.listener = audit
     scheduler = Scheduler(block, checkpoints, most_drafts, chance)
-    said: dict[str, Any] = {"hits": 0, "prompts": 0, "windows": 0, "checkpoints": 0, "worst": 0.0}
+    said: dict[str, Any] = {"hits": 0, "prompts": 0, "windows": 0, "tails": 0, "checkpoints": 0, "worst": 0.0}
     prompts = [0] * ROWS
+    exported: dict[tuple[int, int], list[Tensor]] = {}  # by row and column, in full blocks of our engine
     ready: list[set[int]] = [set() for _ in range(ROWS)]  # columns that hold the state at their end
 
     def admit(row: int, shared: int) -> None:
         for side in sides:
             side.admit(row, shared)
         ready[row] = {column for column in ready[row] if column < shared}
+        for key in [(of, column) for of, column in exported if of == row and column >= shared]:
+            del exported[key]
         prompts[row] = scheduler.prompt(shared)
         said["hits"] += shared > 0
 
     for row in range(ROWS):
         admit(row, 0)
-    for _ in range(28 if checkpoints else 44):  # steps
+    for _ in range(28 if checkpoints else 60):  # steps
         scheduled, positions = [], []
         for row in range(ROWS):
             computed = int(sides[0].computed[row])
@@ -421,12 +448,20 @@ def run(checkpoints: bool, most_drafts: int, chunk: bool) -> dict[str, Any]:
         outputs, inputs = [], None
         for side in sides:
             batch = Batch([(state, *what[1:]) for state, what in zip(states, scheduled, strict=True)], padded=False)
-            inputs = inputs or normal_inputs(generator, batch.tokens)
+            inputs = inputs or Side.inputs_of(generator, batch.tokens)
             outputs.append(side.step(batch, rows, inputs))
         if chunk and any(drafts >= 0 for *_, drafts in scheduled):
             plans = [builder.plan for builder in sides[1].builders]
             check_chunks(plans, [int(sides[1].computed[row]) for row, _, drafts in scheduled if drafts >= 0])
         audit.forwarded("after the forward")
+        tails = [
+            place for place, (state, (row, _, drafts)) in enumerate(zip(states, scheduled, strict=True))
+            if drafts >= 0 and state.computed == prompts[row] - 1
+        ]  # fmt: skip
+        said["tails"] += len(tails)
+        sides[1].fold_tails(tails)
+        for place in tails:
+            check_near(sides, int(rows[place]), int(sides[1].column[rows[place]]))
         for theirs, mine in zip(*outputs, strict=True):
             difference = (theirs.float() - mine.float()).abs() / (1 + theirs.float().abs())
             assert torch.isfinite(torch.stack((theirs, mine))).all()
@@ -436,7 +471,7 @@ def run(checkpoints: bool, most_drafts: int, chunk: bool) -> dict[str, Any]:
         for state, (row, tokens, drafts) in zip(states, scheduled, strict=True):
             in_prompt = state.computed < prompts[row]
             sampled.append(int(state.computed + tokens >= prompts[row]) if in_prompt else chance.randint(1, tokens))
-            advanced.append(tokens if in_prompt else sampled[-1])
+            advanced.append((tokens if drafts < 0 else 1) if in_prompt else sampled[-1])
             said["prompts" if drafts < 0 else "windows"] += 1
             end = state.computed + advanced[-1]
             if end // block > state.computed // block and (drafts >= 0 or end % block == 0):
@@ -447,7 +482,20 @@ def run(checkpoints: bool, most_drafts: int, chunk: bool) -> dict[str, Any]:
         for side in sides:
             side.ended(rows, sampled, advanced)
         assert torch.equal(sides[0].accepted, sides[1].accepted)
+        for row in range(ROWS):  # the states that were exported do not change, and new ones are near vLLM's
+            for column in ready[row]:
+                found = sides[1].exported(row, column)
+                if (row, column) not in exported:
+                    check_near(sides, row, column)
+                    exported[row, column] = found
+                assert all(map(torch.equal, found, exported[row, column])), f"block {column} of request {row}"
     return {**said, "stale": getattr(sides[1], "stale", 0), "audit": audit.summary()}
+
+
+def check_near(sides: list[AlignedSide], row: int, column: int) -> None:
+    """Compare convolutions and states of a block with those of vLLM."""
+    for theirs, mine in zip(*(side.exported(row, column) for side in sides), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3)
 
 
 if __name__ == "__main__":

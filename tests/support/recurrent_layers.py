@@ -1,7 +1,7 @@
 """Compare Gated DeltaNet with K + 1 states per request (vLLM) and with one state, on random batches. Run by
 test_recurrent_engine.py:
 
-    TRITON_INTERPRET=1 python recurrent_layers.py
+    TRITON_INTERPRET=1 python recurrent_layers.py plain-graphs
 
 Layers and metadata builders are the classes of the installed vLLM, and our subclasses of them. Triton's interpreter
 runs vLLM's kernels on the CPU. Only the convolutions and the kernel for prompts are replaced.
@@ -55,28 +55,22 @@ def configuration(
     full_graphs: bool,
     state: torch.dtype,
     ranks: int = 1,
-    sizes: dict[str, Any] | None = None,
     drafts: int = K,
     chunk: bool = False,
-    model: str = "qwen",
+    side: type[Side] | None = None,
 ) -> Any:
-    """Return the parts of a configuration that builders and layers read. Each of several ranks has the heads above."""
+    """Return the parts of a configuration that builders and layers read."""
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    sizes = sizes or {
-        "linear_num_key_heads": KEY_HEADS * ranks,
-        "linear_num_value_heads": VALUE_HEADS * ranks,
-        "linear_key_head_dim": WIDTH,
-        "linear_value_head_dim": WIDTH,
-    }
+    side = side or Side
     return SimpleNamespace(
         additional_config={"nwor": {"recurrent": "chunk" if chunk else False}},
         num_speculative_tokens=drafts,
         num_hash_lookahead_tokens=0,
         use_v2_model_runner=True,
         model_config=SimpleNamespace(
-            architecture=model_named(model).architectures[0],
+            architecture=model_named(side.model).architectures[0],
             dtype=torch.bfloat16,
-            hf_text_config=SimpleNamespace(**sizes),
+            hf_text_config=SimpleNamespace(**side.sizes(ranks)),
         ),
         cache_config=SimpleNamespace(
             mamba_cache_mode="none",
@@ -160,15 +154,18 @@ def convolve_windows(x: Tensor, conv_state: Tensor, weight: Tensor, bias: None, 
     return x
 
 
-def furnished(layer: Any, given: dict[str, Any], config: Any) -> Any:
-    """Return a layer with only the attributes set here. ``recurrent``: whether it is ours."""
-    from nwor_ops.vllm.recurrent.page import RecordGeometry
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator)
 
-    if given["recurrent"]:
-        given = given | {"geometry": RecordGeometry.of(config), "_most_audited_tokens": 64}
-    for name, value in given.items():
-        setattr(layer, name, value)
-    return layer
+
+def random_inputs(
+    generator: torch.Generator, tokens: int, shapes: dict[str, tuple[int, ...]]
+) -> list[dict[str, Tensor]]:
+    """Return inputs of these shapes of a token, for each group."""
+    return [
+        {name: normal(generator, tokens, *shape).to(torch.bfloat16) for name, shape in shapes.items()}
+        for _ in range(GROUPS)
+    ]
 
 
 class Side:
@@ -180,18 +177,53 @@ class Side:
         fused_norm: whether windows include gate and norm, if the layer supports this.
         weights: weights of each layer.
 
+    A subclass is another model.
+
     Attributes:
+        model: name of the plugin's description.
         output: heads and width of a layer's output.
     """
 
+    model = "qwen"
     output = (VALUE_HEADS, WIDTH)
 
-    def __init__(self, config: Any, recurrent: bool, fused_norm: bool, weights: list[dict[str, Tensor]]) -> None:
+    @staticmethod
+    def sizes(ranks: int) -> dict[str, Any]:
+        """Return the sizes in the model's configuration. Each rank has the heads above."""
+        return {
+            "linear_num_key_heads": KEY_HEADS * ranks, "linear_num_value_heads": VALUE_HEADS * ranks,
+            "linear_key_head_dim": WIDTH, "linear_value_head_dim": WIDTH,
+        }  # fmt: skip
+
+    @staticmethod
+    def weights(generator: torch.Generator, group: int) -> dict[str, Any]:
+        """Return attributes of a group's layer that are weights."""
+        return {
+            "A_log": normal(generator, VALUE_HEADS),
+            "dt_bias": normal(generator, VALUE_HEADS).to(torch.bfloat16),
+            "conv1d": SimpleNamespace(
+                weight=(normal(generator, DIMENSION, 1, CONVOLUTION) / 2).to(torch.bfloat16), bias=None
+            ),
+            "norm": SimpleNamespace(weight=1 + normal(generator, WIDTH) / 10, bias=None, eps=1e-6, group_size=None,
+                                    norm_before_gate=True, activation="silu"),
+        }  # fmt: skip
+
+    @staticmethod
+    def inputs_of(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]]:
+        """Return the inputs of a step, for each group's layer."""
+        shapes = {"mixed_qkv": (DIMENSION,), "b": (VALUE_HEADS,), "a": (VALUE_HEADS,), "gate": (VALUE_HEADS, WIDTH)}
+        return random_inputs(generator, tokens, shapes)
+
+    @classmethod
+    def weights_of(cls, generator: torch.Generator) -> list[dict[str, Any]]:
+        return [cls.weights(generator, group) for group in range(GROUPS)]
+
+    def __init__(self, config: Any, recurrent: bool, fused_norm: bool, weights: list[dict[str, Any]]) -> None:
         from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
         from nwor_ops.recurrent.cursors import Cursors
-        from nwor_ops.vllm.recurrent.group import GroupLayers
         from nwor_ops.vllm.recurrent.metadata import RecurrentMetadataBuilder
+        from nwor_ops.vllm.recurrent.page import GroupLayers
 
         self.recurrent, self.fused_norm = recurrent, fused_norm
         self.layers = [self._layer(config, f"layer.{group}", recurrent, weights[group]) for group in range(GROUPS)]
@@ -217,29 +249,38 @@ class Side:
         self.blocks_per_request = 1 + self.specs[0].num_speculative_blocks
         self.free = list(range(1, BLOCKS))  # shared by all groups, as in vLLM
 
-    def _layer(self, config: Any, name: str, recurrent: bool, weights: dict[str, Tensor]) -> Any:
-        from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+    def _layer(self, config: Any, name: str, recurrent: bool, weights: dict[str, Any]) -> Any:
+        """Return a layer with only the attributes set here. ``recurrent``: whether it is ours."""
+        from nwor_ops.vllm.recurrent.page import RecordGeometry
 
-        ranks = config.parallel_config.tensor_parallel_size
         # Once installed, our class is used in both cases. Without one state it runs vLLM's code.
-        layer = QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)
+        model = model_named(self.model)
+        kind: Any = getattr(importlib.import_module(model.module), model.layer)
+        layer = kind.__new__(kind)
         torch.nn.Module.__init__(layer)
-        given = {
-            "recurrent": recurrent, "prefix": name, "tp_size": ranks,
-            "num_spec": config.num_speculative_tokens, "activation": "silu",
-            "layer_norm_epsilon": 1e-6,
+        ranks, drafts = config.parallel_config.tensor_parallel_size, config.num_speculative_tokens
+        attributes = {
+            "recurrent": recurrent, "prefix": name, "tp_size": ranks, "num_spec": drafts,
+            "num_speculative_tokens": drafts, "model_config": config.model_config, "cache_config": config.cache_config,
+        }  # fmt: skip
+        if recurrent:
+            attributes |= {"geometry": RecordGeometry.of(config), "_most_audited_tokens": 64}
+        for attribute, value in (attributes | self.attributes(config) | weights).items():
+            setattr(layer, attribute, value)
+        return layer
+
+    def attributes(self, config: Any) -> dict[str, Any]:
+        """Return the attributes of a layer that depend on the model and are not weights."""
+        ranks = config.parallel_config.tensor_parallel_size
+        return {
+            "activation": "silu", "layer_norm_epsilon": 1e-6,
             "num_k_heads": KEY_HEADS * ranks, "num_v_heads": VALUE_HEADS * ranks, "head_k_dim": WIDTH,
             "head_v_dim": WIDTH, "key_dim": KEY_HEADS * WIDTH * ranks, "value_dim": VALUE_HEADS * WIDTH * ranks,
-            "conv_kernel_size": CONVOLUTION,
-            "model_config": config.model_config, "cache_config": config.cache_config, "vllm_config": config,
+            "conv_kernel_size": CONVOLUTION, "vllm_config": config,
             "enable_packed_recurrent_decode": True, "_checkpoint_alignment": None,
-            "gdn_decode_kernel": "cuda" if self.fused_norm and recurrent else "triton",
-            "A_log": weights["A_log"], "dt_bias": weights["dt_bias"], "chunk_gated_delta_rule": chunked,
-            "conv1d": SimpleNamespace(weight=weights["convolution"], bias=None),
-            "norm": SimpleNamespace(weight=weights["norm"], bias=None, eps=1e-6, group_size=None,
-                                    norm_before_gate=True, activation="silu"),
+            "gdn_decode_kernel": "cuda" if self.fused_norm and self.recurrent else "triton",
+            "chunk_gated_delta_rule": chunked,
         }  # fmt: skip
-        return furnished(layer, given, config)
 
     def take(self) -> list[list[int]]:
         """Return the blocks of a request, by group."""
@@ -374,52 +415,22 @@ def schedule(requests: list[Request], chance: random.Random, most_drafts: int = 
     return rows
 
 
-def weights_of(generator: torch.Generator) -> list[dict[str, Tensor]]:
-    """Return the inputs of each group's layer."""
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    return [
-        {
-            "A_log": normal(VALUE_HEADS),
-            "dt_bias": normal(VALUE_HEADS).to(torch.bfloat16),
-            "convolution": (normal(DIMENSION, 1, CONVOLUTION) / 2).to(torch.bfloat16),
-            "norm": 1 + normal(WIDTH) / 10,
-        }
-        for _ in range(GROUPS)
-    ]
-
-
-def normal_inputs(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]]:
-    """The inputs of a step, for each group's layer."""
-    shapes = {"mixed_qkv": (DIMENSION,), "b": (VALUE_HEADS,), "a": (VALUE_HEADS,), "gate": (VALUE_HEADS, WIDTH)}
-    return [
-        {name: torch.randn(tokens, *shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
-        for _ in range(GROUPS)
-    ]
-
-
 def run(
+    side: type[Side],
     fused_norm: bool,
     full_graphs: bool,
     state: torch.dtype,
     ranks: int = 1,
-    sizes: dict[str, Any] | None = None,
-    side: type[Side] = Side,
-    weights_of: Callable[[torch.Generator], list[dict[str, Tensor]]] = weights_of,
-    inputs_of: Callable[[torch.Generator, int], list[dict[str, Tensor]]] = normal_inputs,
     steps: int = STEPS,
     most_drafts: int = K,
     chunk: bool = False,
-    model: str = "qwen",
 ) -> dict[str, Any]:
-    """Run both engines on the same batches. Another model needs its sizes, layers, weights and inputs."""
+    """Run both engines on the same batches."""
     from nwor_ops.vllm.audit.recurrent import StateAudit
 
     chance, generator = random.Random(7), torch.Generator().manual_seed(7)
-    config = configuration(full_graphs, state, ranks, sizes, most_drafts, chunk, model)
-    weights = weights_of(generator)
+    config = configuration(full_graphs, state, ranks, most_drafts, chunk, side)
+    weights = side.weights_of(generator)
     sides = [side(config, recurrent, fused_norm, weights) for recurrent in (False, True)]
     audit = StateAudit(sides[1].builders)
     for builder in sides[1].builders:
@@ -438,7 +449,7 @@ def run(
         kind = "windows_only" if windows == len(scheduled) else "mixed" if windows else "prompts_only"
         said[kind] += 1
         batch = Batch(scheduled, full_graphs and kind == "windows_only", most_drafts)
-        inputs = inputs_of(generator, batch.tokens)
+        inputs = side.inputs_of(generator, batch.tokens)
         outputs = [
             side.run(batch, [request.blocks[number] for request, _, _ in scheduled], inputs)
             for number, side in enumerate(sides)
@@ -505,33 +516,6 @@ class WholeHeads:
         return lambda **given: self._kernel[self._grid(grid, given)](**given | {"BV": self._rows})
 
 
-def report(
-    model: str,
-    sizes_of: Callable[[int], dict[str, Any]],
-    side: type[Side],
-    weights_of: Callable[[torch.Generator], list[dict[str, Tensor]]],
-    inputs_of: Callable[[torch.Generator, int], list[dict[str, Tensor]]],
-    state: torch.dtype = torch.float32,
-) -> None:
-    """Run the cases of another model that the command line names, or all, and print what was compared.
-
-    Args:
-        model: the first word of its cases. In the cases with graphs, windows run from FULL graphs on two ranks.
-        sizes_of: returns the sizes in the model's configuration for a number of ranks.
-        side, weights_of, inputs_of: layers, weights and inputs of the model.
-        state: dtype of the states in the first case. It is float32 in the others.
-    """
-    for name in sys.argv[1:] or [model + rest for rest in ("", "-graphs", "-nodrafts", "-graphs-nodrafts")]:
-        full_graphs, ranks = (True, 2) if "-graphs" in name else (False, 1)
-        dtype, drafts = state if name == model else torch.float32, 0 if name.endswith("-nodrafts") else K
-        sizes = sizes_of(ranks)
-        said = run(
-            False, full_graphs, dtype, ranks, sizes, side, weights_of, inputs_of, steps=16, most_drafts=drafts,
-            model=model,
-        )  # fmt: skip
-        print(name, json.dumps(said), flush=True)
-
-
 def prepare_vllm() -> None:
     """Set this up before anything of vLLM is imported."""
     use_interpreter()
@@ -573,7 +557,7 @@ def main() -> None:
     }
     for name in sys.argv[1:] or cases:
         drafts = 0 if name.endswith("nodrafts") else K
-        said = run(*cases[name], most_drafts=drafts, chunk="-chunk" in name)
+        said = run(Side, *cases[name], most_drafts=drafts, chunk="-chunk" in name)
         print(name, json.dumps(said), flush=True)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import json
 import pathlib
 import sys
 import types
@@ -26,12 +27,14 @@ from recurrent_layers import (
     GROUPS,
     KEY_HEADS,
     VALUE_HEADS,
+    K,
     Side,
     WholeHeads,
-    furnished,
     install,
     model_named,
-    report,
+    normal,
+    random_inputs,
+    run,
 )
 from torch import Tensor
 
@@ -41,76 +44,6 @@ KEY_WIDTH, VALUE_WIDTH = 96, 192  # of OLMo hybrid
 KEYS, VALUES = KEY_HEADS * KEY_WIDTH, VALUE_HEADS * VALUE_WIDTH
 Shapes = dict[str, tuple[int, ...]]
 QKV = ("q_proj_states", "k_proj_states", "v_proj_states")
-
-
-class ModelSide(Side):
-    """Layers of one model. A subclass is a row of the table ``MODELS``.
-
-    Attributes:
-        model: name of the plugin's description.
-        state: dtype of the states in the first case.
-        inputs: shape of each input of a token.
-    """
-
-    model: str
-    state = torch.float32
-    inputs: ClassVar[Shapes]
-
-    @staticmethod
-    def sizes(ranks: int) -> dict[str, Any]:
-        """Return the sizes in the model's configuration."""
-        raise NotImplementedError
-
-    @staticmethod
-    def weights(generator: torch.Generator, group: int) -> dict[str, Any]:
-        """Return attributes of a layer that are weights."""
-        raise NotImplementedError
-
-    @staticmethod
-    def attributes(ranks: int) -> dict[str, Any]:
-        """Return the other attributes of a layer."""
-        raise NotImplementedError
-
-    @staticmethod
-    def prepare() -> None:
-        """Replace what the interpreter cannot run, and install our layers."""
-        raise NotImplementedError
-
-    def _layer(self, config: Any, name: str, recurrent: bool, weights: dict[str, Any]) -> Any:
-        model = model_named(self.model)
-        kind: Any = getattr(importlib.import_module(model.module), model.layer)
-        layer = kind.__new__(kind)
-        torch.nn.Module.__init__(layer)
-        ranks, drafts = config.parallel_config.tensor_parallel_size, config.num_speculative_tokens
-        given = {
-            "recurrent": recurrent, "prefix": name, "tp_size": ranks, "num_spec": drafts,
-            "num_speculative_tokens": drafts, "model_config": config.model_config, "cache_config": config.cache_config,
-        }  # fmt: skip
-        return furnished(layer, given | self.attributes(ranks) | weights, config)
-
-    @classmethod
-    def inputs_of(cls, generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]]:
-        return [
-            {name: normal(generator, tokens, *shape).to(torch.bfloat16) for name, shape in cls.inputs.items()}
-            for _ in range(GROUPS)
-        ]
-
-    @classmethod
-    def run_cases(cls) -> None:
-        use_interpreter()
-        cls.prepare()
-        report(
-            cls.model,
-            cls.sizes,
-            cls,
-            lambda generator: [cls.weights(generator, group) for group in range(GROUPS)],
-            cls.inputs_of,
-            cls.state,
-        )
-
-
-def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator)
 
 
 def convolution(generator: torch.Generator, channels: int) -> Any:
@@ -127,10 +60,10 @@ def use_exponentials(module: Any) -> None:
 # ---------------------------------------------------------------- KDA
 
 
-def kda_sizes(ranks: int) -> dict[str, Any]:
+def kda_sizes(config: Any) -> dict[str, Any]:
     return {
-        "head_dim": WIDTH, "num_heads": HEADS * ranks, "local_num_heads": HEADS, "conv_size": CONVOLUTION,
-        "local_projection_size": SIZE,
+        "head_dim": WIDTH, "num_heads": HEADS * config.parallel_config.tensor_parallel_size, "local_num_heads": HEADS,
+        "conv_size": CONVOLUTION, "local_projection_size": SIZE,
     }  # fmt: skip
 
 
@@ -166,14 +99,30 @@ def initial_states(state: Tensor, indices: Tensor, has_initial_state: Tensor) ->
     return torch.where(has_initial_state[:, None, None, None], state[indices.long()], 0.0)
 
 
+class ModelSide(Side):
+    """Layers of another model.
+
+    Attributes:
+        state: dtype of the states in the first case. It is float32 in the others.
+        inputs: shape of each input of a token.
+    """
+
+    state = torch.float32
+    inputs: ClassVar[Shapes] = {}
+
+    @classmethod
+    def inputs_of(cls, generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]]:
+        return random_inputs(generator, tokens, cls.inputs)
+
+    @staticmethod
+    def prepare() -> None:
+        """Replace what the interpreter cannot run, and install our layers."""
+        raise NotImplementedError
+
+
 class Kimi(ModelSide):
     model = "kimi"
-    inputs: ClassVar[dict[str, tuple[int, ...]]] = {
-        "mixed_qkv": (3 * SIZE,),
-        "beta": (HEADS,),
-        "g1": (HEADS, WIDTH),
-        "g2": (HEADS, WIDTH),
-    }
+    inputs: ClassVar[Shapes] = {"mixed_qkv": (3 * SIZE,), "beta": (HEADS,), "g1": (HEADS, WIDTH), "g2": (HEADS, WIDTH)}
 
     @staticmethod
     def sizes(ranks: int) -> dict[str, Any]:
@@ -192,9 +141,9 @@ class Kimi(ModelSide):
             "conv1d": convolution(generator, 3 * SIZE), "o_norm": normed,
         }  # fmt: skip
 
-    @staticmethod
-    def attributes(ranks: int) -> dict[str, Any]:
-        return kda_sizes(ranks) | {"projection_size": SIZE * ranks, "gate_lower_bound": None}
+    def attributes(self, config: Any) -> dict[str, Any]:
+        sizes = kda_sizes(config)
+        return sizes | {"projection_size": sizes["num_heads"] * WIDTH, "gate_lower_bound": None}
 
     def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:
         # One projection computes q, k, v and beta.
@@ -237,10 +186,9 @@ class Glm(ModelSide):
             **{f"{part}_conv1d": convolution(generator, SIZE) for part in "qkv"},
         }  # fmt: skip
 
-    @staticmethod
-    def attributes(ranks: int) -> dict[str, Any]:
+    def attributes(self, config: Any) -> dict[str, Any]:
         layer = importlib.import_module(model_named("glm").module)
-        return kda_sizes(ranks) | {
+        return kda_sizes(config) | {
             "kda_safe_gate": True, "kda_lower_bound": -5.0, "kda_prefill_backend": "triton",
             "_conv_state_dim_first": layer.is_conv_state_dim_first(), "_merged_conv_weight": None,
         }  # fmt: skip
@@ -295,9 +243,8 @@ class Bailing(ModelSide):
     def weights(generator: torch.Generator, group: int) -> dict[str, Any]:
         return {f"{part}_conv1d": convolution(generator, SIZE) for part in "qkv"}
 
-    @staticmethod
-    def attributes(ranks: int) -> dict[str, Any]:
-        return kda_sizes(ranks) | {"safe_gate": True, "lower_bound": -5.0}
+    def attributes(self, config: Any) -> dict[str, Any]:
+        return kda_sizes(config) | {"safe_gate": True, "lower_bound": -5.0}
 
     @classmethod
     def inputs_of(cls, generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]]:
@@ -335,11 +282,7 @@ class Olmo(ModelSide):
     model = "olmo"
     output = (VALUE_HEADS, VALUE_WIDTH)
     state = torch.bfloat16
-    inputs: ClassVar[dict[str, tuple[int, ...]]] = {
-        "qkvg": (2 * (KEYS + VALUES),),
-        "b": (VALUE_HEADS,),
-        "a": (VALUE_HEADS,),
-    }
+    inputs: ClassVar[Shapes] = {"qkvg": (2 * (KEYS + VALUES),), "b": (VALUE_HEADS,), "a": (VALUE_HEADS,)}
 
     @staticmethod
     def sizes(ranks: int) -> dict[str, Any]:
@@ -356,8 +299,8 @@ class Olmo(ModelSide):
             "conv1d": convolution(generator, 2 * KEYS + VALUES), "allow_neg_eigval": group == 0,
         }  # fmt: skip
 
-    @staticmethod
-    def attributes(ranks: int) -> dict[str, Any]:
+    def attributes(self, config: Any) -> dict[str, Any]:
+        ranks = config.parallel_config.tensor_parallel_size
         return {
             "num_k_heads": KEY_HEADS * ranks, "num_v_heads": VALUE_HEADS * ranks, "head_k_dim": KEY_WIDTH,
             "head_v_dim": VALUE_WIDTH, "key_dim": KEYS * ranks, "value_dim": VALUES * ranks, "activation": "silu",
@@ -384,7 +327,21 @@ class Olmo(ModelSide):
         install("olmo", chunk_gated_delta_rule=chunked)
 
 
-MODELS = {side.model: side for side in (Kimi, Glm, Bailing, Olmo)}
+def main(*cases: str) -> None:
+    """Run cases. In those with graphs, windows run from FULL graphs on two ranks."""
+    use_interpreter()
+    prepared = set()
+    for name in cases:
+        model, *options = name.split("-")
+        side = next(side for side in (Kimi, Glm, Bailing, Olmo) if side.model == model)
+        if side not in prepared:
+            side.prepare()
+            prepared.add(side)
+        state, drafts = torch.float32 if options else side.state, 0 if "nodrafts" in options else K
+        graphs = "graphs" in options
+        said = run(side, False, graphs, state, 2 if graphs else 1, steps=16, most_drafts=drafts)
+        print(name, json.dumps(said), flush=True)
+
 
 if __name__ == "__main__":
-    MODELS[sys.argv[1].partition("-")[0]].run_cases()
+    main(*sys.argv[1:])

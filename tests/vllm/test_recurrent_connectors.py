@@ -1,9 +1,9 @@
-"""KV connectors with one recurrent state per request: exported states are complete, loaded states have nothing pending.
-An engine does not take pages with another layout for its own."""
+"""KV connectors with one recurrent state per request: an engine does not take pages with another layout for its own.
+
+recurrent_aligned.py compares the states that connectors export."""
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import environment, interpreted
+from processes import environment
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.recurrent import connectors, supported
@@ -23,42 +23,6 @@ from nwor_ops.vllm.support.connectors import CONNECTORS
 
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
 LAYOUT = f"recurrent-4x{GEOMETRY.num_bytes}"
-
-
-# ---------------------------------------------------------------- exports and loads
-
-
-def outcome(missing: str) -> dict[str, Any]:
-    lines = interpreted("recurrent_connectors.py", missing, timeout=900).splitlines()
-    [said] = [json.loads(line.removeprefix(missing)) for line in lines if line.startswith(f"{missing} ")]
-    return said
-
-
-@pytest.mark.long
-def test_exports_are_complete_and_loads_clean() -> None:
-    said = outcome("all")
-    assert "failed" not in said, said["failed"]
-    assert said["loads"] >= 6
-    assert said["stale"] > said["loads"]  # rows that the former owners of the loaded blocks left
-    assert {moment for moment, count in said["exports"].items() if count > 2} == {
-        "tails",
-        "save",
-        "next forward",
-        "end",
-    }
-
-
-@pytest.mark.parametrize(
-    ("missing", "said"),
-    [
-        pytest.param("tails", "tails: request 2, 10 tokens: [4, 4] rows are pending", id="no tail is folded"),
-        pytest.param(
-            "clear", "is not the state after 1 tokens of the last window", id="blocks that change hands are not cleared"
-        ),
-    ],
-)
-def test_what_is_wrong_without(missing: str, said: str) -> None:
-    assert said in outcome(missing)["failed"]
 
 
 # ---------------------------------------------------------------- stores that engines share
