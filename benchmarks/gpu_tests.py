@@ -26,7 +26,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Left out under a sanitizer: graphs, compilers, subprocesses and large caches. They are slow there and add no kernel.
 SANITIZED = (
     "(by_hand or windows_match_oracle or number_of_requests or plane_table or transaction or fused_norm "
-    "or chunks_across_a_boundary or chunks_wherever or those_of_cpu) "
+    "or chunks_wherever or those_of_cpu) "
     "and not (compile or opcheck or graph or trace)"
 )
 # gpu_engines.py runs vLLM's engines of tests/gpu/vllm. Long tests first.

@@ -524,22 +524,6 @@ def test_error_of_chunks(device, state_dtype):
             assert error_of(requests.state[q + 1], state) < error_of(worse_state, state)
 
 
-def test_no_drift_of_chunks(device):
-    """With slow decay, a state remembers some 1,000 tokens. Its error after 100,000 is that after 5,000."""
-    errors = []
-    for end in (5_000, 100_000):
-        requests = chunks(device, 1, 8, torch.float32, heads=Heads(1, 1, 128, 128))
-        requests.A_log.fill_(-6.0)
-        text, initial = requests.draw([end]), requests.state[1].clone()
-        outputs = read_text(requests, text, end)[0]
-        requests.fold()
-        inputs = Inputs(text.q, text.k, text.v, text.a, text.b, requests.A_log, requests.dt_bias)
-        expected, state = exact_run(initial, inputs, requests.scale)
-        assert (outputs[-2_000:] != expected[-2_000:].bfloat16()).float().mean() < 0.005
-        errors.append(error_of(requests.state[1], state))
-    assert errors[1] < 1.5 * errors[0]
-
-
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_states_of_chunks(device, state_dtype):
     """The states after each token do not depend on windows, leave the outputs as they are, and are those of a fold. The
@@ -559,30 +543,6 @@ def test_states_of_chunks(device, state_dtype):
         short.kept.fill_(1)
         short.run(rows_of(text, tokens, [1] * count))
     assert same_bits(short.state[1:], states[:, 15])
-
-
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-def test_chunks_across_a_boundary(device, state_dtype):
-    """A window crosses the end of a chunk and stores nothing. A fold of 16 rows to another slot, a longer one and the
-    next window have the bits of one text in windows of one token."""
-    requests = chunks(device, 2, 8, state_dtype)
-    text = requests.draw([2 * 22])
-    requests.slots[1] = 0  # slot 2 is a target
-    before = requests.state.clone()
-    single = same_layer(chunks(device, 2, 1, state_dtype), requests)
-    _, states = read_text(single, text, 22, stores_all=True)
-    at = 0
-    for length in (8, 5, 8):
-        requests.run(rows_of(text, [*range(at, at + length), 0], [length, 1]))
-        at += length
-        requests.kept.fill_(length)
-    assert same_bits(requests.state[1], before[1])
-    for rows in (16, 21, 7, 15, 17):
-        requests.fold_by(int32([[1, rows, 0, 2]], device))
-        assert same_bits(requests.state[2], states[0, rows - 1])
-    requests.run(rows_of(text, [21, 0], [1, 1]))
-    assert requests.plan[0].tolist() == [1, 21, 0, 1]
-    assert same_bits(requests.state[1], states[0, 15])
 
 
 @pytest.mark.parametrize("norm", [None, "silu"])

@@ -300,27 +300,6 @@ def test_bounded_decays_by_hand(device, per_channel):
         torch.testing.assert_close(decays[token], expected, rtol=2e-6, atol=0)
 
 
-@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-def test_given_gates(device, state_dtype, per_channel):
-    """Gates from the caller give the same results as gates from the op."""
-    heads = Heads(1, 2, 64, 128)
-    arguments = samples.verify(heads, state_dtype=state_dtype, per_channel=per_channel, gate_lower_bound=-5.0)
-    ours = named(VERIFY, check_verify(arguments, device))
-    given = named(VERIFY, arguments)
-    rate = given["A_log"].exp()
-    g = -5.0 * torch.sigmoid((rate[:, None] if per_channel else rate) * (given["a"].float() + given["dt_bias"].float()))
-    ready = with_arguments(
-        VERIFY, arguments, a=layouts.surrounded(g), b=layouts.surrounded(given["b"].float().sigmoid()), A_log=None,
-        dt_bias=None, gate_lower_bound=None,
-    )  # fmt: skip
-    theirs = named(VERIFY, check_verify(ready, device))
-    for name in ("record_decays", "record_updates", "out"):
-        expected = ours[name]
-        rtol, atol = tolerance(expected.dtype, state_dtype, device)
-        torch.testing.assert_close(theirs[name][1:], expected[1:], rtol=rtol, atol=atol)
-
-
 @pytest.mark.parametrize("heads", [Heads(2, 2, 96, 192), Heads(1, 2)], ids=str)
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_doubled_beta(device, state_dtype, heads):

@@ -85,19 +85,6 @@ def test_moved_rows_stay_pending(device):
     }  # fmt: skip
 
 
-def test_the_folds_are_those_of_their_slots(device):
-    """plan_recurrent_fold plans the same folds, given the slots of one group."""
-    arguments = layouts.twin(samples.block_fold(samples.MOVES, samples.BLOCKS[:1], requests=(2, 0, 1)), device)
-    again = layouts.twin(arguments)
-    getattr(ops, OP)(*arguments)
-    plan, cursors = again[:2]
-    sources, targets, rows = (int32(*values).to(device) for values in ((6, 1, 0), (8, 2, 0), (2, 2, 1)))
-    ops.plan_recurrent_fold(plan, cursors, sources, targets, rows)
-    assert torch.equal(plan, arguments[0])
-    assert torch.equal(cursors, arguments[1])
-    assert plan.any()
-
-
 def test_many_tables_and_requests(device):
     """More entries than threads of a block, in as many tables as a call takes."""
     requests = 9

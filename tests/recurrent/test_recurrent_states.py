@@ -196,24 +196,6 @@ def test_fold(device):
     decoding.states.fold(decoding.tensor([]))
 
 
-@pytest.mark.parametrize("in_pages", [False, True], ids=["tensors", "pages"])
-def test_copy(device, in_pages):
-    """Both the copy and the original continue from the accepted tokens."""
-    decoding = Decoding(in_pages=in_pages, device=device)
-    decoding.start(1, 2, 3)
-    decoding.window({1: 4, 2: 4, 3: 4}, {1: 3, 2: 1, 3: 2})
-    pending = decoding.states.cursors.table.clone()
-    decoding.states.copy(decoding.tensor([1, 2, 2, 0, 3]), decoding.tensor([4, 5, 3, 6, -1]))
-    for layer in decoding.every_state.values():
-        layer.held |= {4: layer.held[1], 5: layer.held[2], 3: layer.held[2]}
-    decoding.assert_folded(3, 4, 5)
-    assert torch.equal(decoding.states.cursors.table[[1, 2, 6, 7]], pending[[1, 2, 6, 7]])
-    decoding.window({1: 2, 4: 4, 5: 1, 2: 4, 3: 3}, {1: 1, 4: 2, 5: 1, 2: 3, 3: 3})
-    decoding.states.fold(decoding.tensor([1, 2, 3, 4, 5]))
-    decoding.assert_folded(1, 2, 3, 4, 5)
-    decoding.states.copy(decoding.tensor([]), decoding.tensor([]))
-
-
 def test_reset(device):
     decoding = Decoding(device=device)
     decoding.start(1, 2)
@@ -390,22 +372,6 @@ def test_skipped_count_is_copied_now_and_then(device):
     if device == "cuda":
         torch.cuda.synchronize()
     assert skipped.latest() == 2
-
-
-def test_buffers_do_not_move():
-    decoding = one_layer()
-
-    def addresses() -> list[int]:
-        states = decoding.states
-        buffers = states.plan, states.cursors.table, states.window_id, states.query_start_loc, states.num_kept
-        return [buffer.data_ptr() for buffer in buffers]
-
-    before = addresses()
-    decoding.window({1: 2, 2: 3}, {1: 1, 2: 2})
-    decoding.window({2: 3}, {2: 2})
-    decoding.begin([2], [1])
-    decoding.states.cancel()
-    assert addresses() == before
 
 
 def test_states_without_data():

@@ -427,7 +427,7 @@ def run(checkpoints: bool, most_drafts: int, chunk: bool) -> dict[str, Any]:
         scheduled, positions = [], []
         for row in range(ROWS):
             computed = int(sides[0].computed[row])
-            if computed >= scheduler.longest - most_drafts or chance.random() < (0.15 if checkpoints else 0.03):
+            if computed >= scheduler.longest - most_drafts or chance.random() < (0.15 if checkpoints else 0.06):
                 admit(row, chance.choice([0, *(column + 1 for column in ready[row] if column < COLUMNS - 3)]))
                 computed = int(sides[0].computed[row])
             if chance.random() < 0.85:

@@ -75,7 +75,7 @@ class Engine(Counted):
     def fork(self, data: st.DataObject) -> None:
         targets = data.draw(st.lists(st.sampled_from(self.free()), min_size=1, max_size=3, unique=True))
         sources = [data.draw(st.sampled_from(self.running)) for _ in targets]
-        self.states.copy(self.decoding.tensor(sources), self.decoding.tensor(targets))
+        self.states.copy(self.decoding.tensor([*sources, 0, sources[0]]), self.decoding.tensor([*targets, SPARE, -1]))
         for layer in self.decoding.every_state.values():
             layer.held |= {target: layer.held[source] for source, target in zip(sources, targets, strict=True)}
         self.running += targets

@@ -5,13 +5,6 @@ keys of shared stores and handshakes of transfers include neither fact. Engines 
 (``chunk``), rows and bytes of a record to each of them. An engine then never finds a page with another layout. A
 transfer between engines with different layouts fails when they connect.
 
-| connector | what differs | effect |
-|---|---|---|
-| OffloadingConnector (tiers of files, objects and peers) | the model's name in the keys | no hits |
-| MooncakeStoreConnector | ``cache_prefix`` | no hits |
-| NIXL | the compatibility hash of the handshake | the handshake fails |
-| MooncakeConnector | the names of the registered layers | the transfer fails |
-
 This module does not import vLLM at the top.
 """
 

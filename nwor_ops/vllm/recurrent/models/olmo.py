@@ -26,13 +26,13 @@ class OlmoMethods(LayerMethods):
         metadata = self.windows()
         vllm_layer: Any = super()
         if metadata is None:
-            vllm_layer._forward_core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
+            vllm_layer._forward_core(mixed_qkv, b, a, core_attn_out)
             return
         tokens = metadata.num_actual_tokens
         if not metadata.is_windows_only:
             picked = metadata.spec_token_indx
             self._gates = a[:tokens].index_select(0, picked), b[:tokens].index_select(0, picked)
-            vllm_layer._forward_core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
+            vllm_layer._forward_core(mixed_qkv, b, a, core_attn_out)
             del self._gates  # free the memory; a later call without gates then fails
             return
         keys, values = self.key_dim // self.tp_size, self.value_dim // self.tp_size

@@ -19,16 +19,10 @@ class QwenMethods(LayerMethods):
         metadata = self.windows()
         if metadata is None or not metadata.is_windows_only:
             vllm_layer: Any = super()
-            return vllm_layer._forward_core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
-        # This runs the convolution and then the method below. The empty gate means: no gate here.
-        return self._forward_core_decode_spec_fused_norm(
-            mixed_qkv=mixed_qkv,
-            b=b,
-            a=a,
-            output_gate=core_attn_out.new_empty(0),
-            core_attn_out=core_attn_out,
-            attn_metadata=metadata,
-        )
+            return vllm_layer._forward_core(mixed_qkv, b, a, core_attn_out)
+        # This runs the convolution and then the method below. An empty gate means: no gate here.
+        no_gate = core_attn_out.new_empty(0)
+        return self._forward_core_decode_spec_fused_norm(mixed_qkv, b, a, no_gate, core_attn_out, metadata)
 
     def _forward_core_decode_spec_post_conv_fused_norm(
         self, mixed_qkv: Tensor, b: Tensor, a: Tensor, output_gate: Tensor, core_attn_out: Tensor, attn_metadata: Any
@@ -37,12 +31,7 @@ class QwenMethods(LayerMethods):
         if not self.has_plan(attn_metadata):
             vllm_layer: Any = super()
             vllm_layer._forward_core_decode_spec_post_conv_fused_norm(
-                mixed_qkv=mixed_qkv,
-                b=b,
-                a=a,
-                output_gate=output_gate,
-                core_attn_out=core_attn_out,
-                attn_metadata=attn_metadata,
+                mixed_qkv, b, a, output_gate, core_attn_out, attn_metadata
             )
             return
         tokens, keys = mixed_qkv.shape[0], self.key_dim // self.tp_size
