@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nwor_ops.vllm.hooks import Hook
@@ -46,12 +45,6 @@ class BailingMethods(LayerMethods):
         """Return the layer that runs, if this is its state and it has a record."""
         layer = _running
         return layer if layer is not None and layer.recurrent and state.data_ptr() == layer._state_address else None
-
-    def recurrence(self, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Tensor:
-        """Verify the windows of a batch."""
-        out = torch.empty_like(v)
-        self.verify(q[0], k[0], v[0], g[0], beta[0], out[0])
-        return out
 
 
 _running: BailingMethods | None = None

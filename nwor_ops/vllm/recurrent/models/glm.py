@@ -6,11 +6,6 @@ CPU installation may lack what vLLM's package for this model imports.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
 from nwor_ops.vllm.hooks import Hook
 from nwor_ops.vllm.recurrent.models.model import LayerMethods, Model, kda_heads
 
@@ -23,14 +18,6 @@ class GlmMethods(LayerMethods):
         """The bound of the gate. vLLM's kernel has no other gate."""
         bound: float = self.kda_lower_bound
         return bound
-
-    def recurrence(
-        self, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor | None = None, **_: Any
-    ) -> Tensor:
-        """Verify the windows of a batch. ``g`` and ``beta`` are logits. vLLM passes ``out`` if it has only windows."""
-        out = torch.empty_like(v) if out is None else out
-        self.verify(q[0], k[0], v[0], g[0], beta[0], out[0])
-        return out
 
 
 MODEL = Model(

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from nwor_ops.vllm.hooks import Hook
 from nwor_ops.vllm.recurrent.models.model import (
     LAYERS,
@@ -25,13 +22,7 @@ _MODULE, _LAYER = LAYERS + "gdn.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttenti
 
 
 class KimiMethods(LayerMethods):
-    def recurrence(
-        self, *, q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor | None = None, **_: Any
-    ) -> Tensor:
-        """Verify the windows of a batch. vLLM passes ``out`` if the batch has only windows."""
-        out = torch.empty_like(v) if out is None else out
-        self.verify(q[0], k[0], v[0], raw_g[0], raw_beta[0], out[0])
-        return out
+    gates = "raw_g", "raw_beta"
 
 
 def _heads(config: Any) -> Heads:

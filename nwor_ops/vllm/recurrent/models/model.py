@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from nwor_ops.vllm.hooks import Hook
 
 LAYERS = "vllm.model_executor.layers.mamba."
@@ -36,11 +39,20 @@ class LayerMethods:
     :class:`~nwor_ops.vllm.recurrent.layer.RecurrentLayer` and vLLM's class.
 
     Attributes:
-        recurrence: verifies the windows of a batch in place of vLLM's function: takes the arguments of that function by
-            keyword, and returns the output. Tensors of tokens have a batch dimension of one: ``[1, T, ...]``.
+        gates: names of the arguments of vLLM's function for decays and betas.
     """
 
-    recurrence: Callable[..., Any]
+    gates: tuple[str, str] = ("g", "beta")
+
+    def recurrence(self, *, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, **arguments: Any) -> Tensor:
+        """Verify the windows of a batch in place of vLLM's function, and return the output.
+
+        Tensors of tokens have a batch dimension of one: ``[1, T, ...]``. vLLM may pass ``out`` if it has only windows.
+        """
+        out = torch.empty_like(v) if out is None else out
+        decays, betas = (arguments[name] for name in self.gates)
+        self.verify(q[0], k[0], v[0], decays[0], betas[0], out[0])
+        return out
 
     if TYPE_CHECKING:
 

@@ -65,7 +65,7 @@ class OlmoMethods(LayerMethods):
         )
         return convolved
 
-    def recurrence(self, *, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    def recurrence(self, *, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, **arguments: Any) -> Tensor:
         """Verify the windows of a batch that also holds prompts.
 
         If there are fewer key heads than value heads, vLLM has repeated q and k. It has also computed decays and betas,

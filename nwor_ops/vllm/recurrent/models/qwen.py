@@ -50,10 +50,10 @@ class QwenMethods(LayerMethods):
             self.norm.activation,
         )
 
-    def recurrence(self, *, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **_: Any) -> Tensor:
+    def recurrence(self, *, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, **arguments: Any) -> Tensor:
         """Verify the windows of a batch that also holds prompts. ``a`` and ``b`` have no batch dimension."""
         out = torch.empty_like(v)
-        self.verify(q[0], k[0], v[0], a, b, out[0])
+        self.verify(q[0], k[0], v[0], arguments["a"], arguments["b"], out[0])
         return out
 
 
