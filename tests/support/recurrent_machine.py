@@ -78,6 +78,8 @@ class Engine(Counted):
         self.states.copy(self.decoding.tensor([*sources, 0, sources[0]]), self.decoding.tensor([*targets, SPARE, -1]))
         for layer in self.decoding.every_state.values():
             layer.held |= {target: layer.held[source] for source, target in zip(sources, targets, strict=True)}
+            for target in targets:  # its chunk begins here, also if the slot once held the same state
+                layer.begin_chunk(target)
         self.running += targets
 
     @rule(data=st.data())
