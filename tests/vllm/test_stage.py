@@ -282,13 +282,18 @@ def test_a_step_as_it_should_be(recorded: bool) -> None:
     assert (summary["moments"], summary["tail_rows"]) == (2, 2 * 2)  # slots 4 and 5, in both comparisons
 
 
-def test_vanilla_step_ignores_shadow_pages() -> None:
-    """A begin that failed may have copied committed rows there."""
+@pytest.mark.parametrize("is_abandoned", [True, False])
+def test_vanilla_step_ignores_shadow_pages(is_abandoned: bool) -> None:
+    """A begin that failed may have copied committed rows there. A window may be abandoned before the forward."""
     step = Step()
     step.audit.begin([0, 1, 4], [0, 2], {"0": OWN})
     step.row(21)[:] = 7
+    if is_abandoned:
+        step.audit.opened({"0": REDIRECTED})
+        step.audit.abandoned()
     step.audit.record("layer", *ROWS, OWN, 0, ())
     write_rows(*ROWS, step.cache, OWN)
+    step.audit.forwarded("before sampling")
     step.audit.commit(lambda: [1, 3], undone=False)
     assert step.audit.summary()["steps"] == 1
 
@@ -386,4 +391,18 @@ def test_layer_unreached_by_failed_forward(earlier: str) -> None:
     step.begin()
     step.row(7)[:] = 3
     with pytest.raises(AuditError, match="rejected drafts of group 0 left their rows in slots 7"):
+        step.audit.commit(None, undone=True)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_wrong_row_of_cancel_is_found(is_right: bool) -> None:
+    """Cancel copies the row of the given token, for which the layer's writer was called."""
+    step = Step()
+    step.begin()
+    step.forward()
+    if is_right:
+        step.row(6)[:] = step.row(18)
+        step.audit.commit(None, undone=True)
+        return
+    with pytest.raises(AuditError, match=r"in layer layer slots 6 \(token 1\)"):
         step.audit.commit(None, undone=True)

@@ -268,7 +268,7 @@ class CacheAudit(StepListener):
 
     def drop(self) -> None:
         """Forget the open step. It ends without a result that could be compared."""
-        self._step, self._redirected = None, {}
+        self._step = None
 
     # ------------------------------------------------------------ results
 
