@@ -124,6 +124,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         self.window_id = zeros(1, dtype=torch.int64)
         self.query_start_loc = zeros(requests + 1)
         self.num_kept = zeros(self.num_slots)  # tokens of each slot's last window that stay
+        self._num_tokens = zeros(self.num_slots, dtype=torch.int64)  # tokens of each slot's state; slot 0 has any
+        self._num_tokens_after: tuple[Tensor, Tensor] | None = None  # slots and tokens that commit sets
         self._slots = zeros(requests, dtype=torch.int64)
         self._batch_kept = zeros(requests)  # the same for the requests of a batch
         names = "state", "record_keys", "record_norms", "record_decays", "record_updates"
@@ -152,14 +154,20 @@ class RecurrentStates(Stateful[RecurrentLayer]):
 
     # ------------------------------------------------------------ a window
 
-    def begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None = None) -> None:
+    def begin(
+        self,
+        state_slots: Tensor,
+        query_start_loc: Tensor,
+        is_window: Tensor | None = None,
+        num_computed_tokens: Tensor | None = None,
+    ) -> None:
         """Open a window. One kernel plans it for all layers: the rows to reapply, and where to record the window.
 
         The arguments are copied, so the caller may change them afterwards.
 
         Args:
-            state_slots: int32 or int64 ``[R]``, any stride: the slot of each request, from 1 on; 0 or less = padding.
-                Slots must be distinct. :meth:`reset` the slot of a new request.
+            state_slots: int32 or int64 ``[R]``, any stride: the slot of each request, from 1 on; -1 = padding. Slots
+                must be distinct. :meth:`reset` the slot of a new request.
             query_start_loc: int32 ``[>= R + 1]``, contiguous: the first token of each request in the batch, and the
                 end of the last one. A request has up to ``max_window`` tokens: first its known tokens (which may be the
                 next ones of a prompt), then its draft tokens. A request without tokens is not part of this window.
@@ -167,14 +175,18 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 prompts, writes the state of a request in this step. Such a request may have more tokens, and
                 :meth:`verify` writes zeros for them. Its pending rows are dropped, so call :meth:`fold` before, unless
                 the other kernel starts a new state.
+            num_computed_tokens: int32 or int64 ``[>= R]``: number of each request's tokens before this step. None:
+                not checked. The slot must hold the state of as many tokens. This finds a slot that was not
+                :meth:`reset` for a new request, a wrong ``num_kept``, and a request with ``is_window`` False whose
+                pending rows were not folded (with 0 tokens it may have any). Pass it in every step, or in none.
 
         Raises:
             ValueError, TypeError: there are more than ``max_num_requests`` requests, or a shape, dtype or device is
                 wrong.
             ValueError, IndexError: on the CPU, a window is too long, a slot does not exist, a request with tokens has
-                slot 0, or two requests have the same slot. Nothing has changed then. On CUDA such a request is skipped
-                and counted (:meth:`skipped_requests`), or with slot 0 padding. If debug mode raises for it, the window
-                is open, so call :meth:`cancel`.
+                slot 0 or another number of computed tokens, or two requests have the same slot. Nothing has changed
+                then. On CUDA such a request is skipped and counted (:meth:`skipped_requests`). If debug mode raises for
+                it, the window is open, so call :meth:`cancel`.
         """
         self._require(State.CLOSED, "begin")
         self._check_slots("begin: state_slots", state_slots)
@@ -187,22 +199,32 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         validation.tensor(
             "begin: query_start_loc", query_start_loc, torch.int32, dims=1, least=requests + 1, device=self.device
         )
-        if validation.reads_values(self.device):
-            lost = (state_slots == 0) & (query_start_loc[: requests + 1].diff() > 0)
-            for request in lost.nonzero()[:1, 0].tolist():
-                raise ValueError(
-                    f"begin: state_slots must be 1 to {self.num_slots - 1} for request {request}, which has tokens, "
-                    "got 0; -1 is padding"
-                )
         slots, kept = self._slots[:requests], self._batch_kept[:requests]
         slots.copy_(state_slots).clamp_(0, self.num_slots - 1)
         torch.index_select(self.num_kept, 0, slots, out=kept)
+        wrong = state_slots == 0
+        after: tuple[Tensor, Tensor] | None = None
+        if num_computed_tokens is not None:
+            what = "begin: num_computed_tokens"
+            validation.tensor(what, num_computed_tokens, *_SLOT_DTYPES, dims=1, least=requests, device=self.device)
+            computed, others = num_computed_tokens[:requests], torch.zeros_like(wrong)
+            if is_window is not None:
+                validation.tensor("begin: is_window", is_window, torch.bool, dims=1, least=requests, device=self.device)
+                others = ~is_window[:requests]
+            wrong |= (slots > 0) & self._other_tokens(slots, others, computed)
+            if is_window is not None:  # the other kernel's tokens
+                tokens = computed + query_start_loc[: requests + 1].diff()
+                after = torch.where(others & ~wrong, slots, 0), tokens.long()
+        if validation.reads_values(self.device):
+            self._refuse_tokens(wrong, state_slots, query_start_loc, num_computed_tokens)
         self._num_requests = requests
         self._verified.clear()
         with self._opening(self.plan):
-            self.cursors.plan_window(
-                self.plan, self.window_id, state_slots, query_start_loc, kept, self.max_window, is_window
-            )
+            self.cursors.plan_window(  # it skips and counts a slot that does not exist
+                self.plan, self.window_id, state_slots.masked_fill(wrong, self.num_slots), query_start_loc, kept,
+                self.max_window, is_window,
+            )  # fmt: skip
+        self._num_tokens_after = after
         self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
         if requests < self.max_num_requests:  # the other rows have no tokens
             self.query_start_loc[requests + 1 :].copy_(query_start_loc[requests : requests + 1])
@@ -299,6 +321,9 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         if self.device.type == "cpu":
             self._check_commit(slots, num_kept)
         self.num_kept.scatter_(0, slots, num_kept[:requests])
+        self._num_tokens.scatter_add_(0, slots, num_kept[:requests].long())
+        if self._num_tokens_after is not None:
+            self._num_tokens.scatter_(0, *self._num_tokens_after)
         self._close()
 
     def cancel(self) -> None:
@@ -359,6 +384,9 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 f"{target_slots.shape[0]}"
             )
         self._fold_into(source_slots, target_slots, keep_source=True)
+        sources = source_slots.clamp(0, self.num_slots - 1)
+        targets = torch.where(sources > 0, target_slots.clamp(0, self.num_slots - 1), 0).long()
+        self._num_tokens.scatter_(0, targets, self._num_tokens[sources])
 
     def reset(self, slots: Tensor) -> None:
         """Set the states of slots to zero, with nothing pending. Use it for new requests; it fills each layer.
@@ -373,6 +401,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             raise IndexError(f"reset: slots must be less than {self.num_slots}, got {int(slots.max())}")
         rows = torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
         self.cursors.drop(rows)
+        self._num_tokens.index_fill_(0, rows, 0)
         for layer in self._layers.values():
             layer.cache.state.index_fill_(0, rows, 0)
 
@@ -412,6 +441,35 @@ class RecurrentStates(Stateful[RecurrentLayer]):
 
     def _check_slots(self, what: str, slots: Tensor) -> None:
         validation.tensor(what, slots, *_SLOT_DTYPES, dims=1, device=self.device)
+
+    def _other_tokens(self, slots: Tensor, others: Tensor, computed: Tensor) -> Tensor:
+        """Return which requests do not continue the state of their slot. ``others`` are not run in this window."""
+        wrong, pending = computed != self._num_tokens[slots], self.cursors.table[slots, ::2].any(1)
+        return torch.where(others, (computed != 0) & (wrong | pending), wrong)
+
+    def _refuse_tokens(
+        self, wrong: Tensor, state_slots: Tensor, query_start_loc: Tensor, num_computed_tokens: Tensor | None
+    ) -> None:
+        """Raise for the first request with tokens and a wrong slot or state. Only where the host reads values."""
+        tokens = query_start_loc[: len(wrong) + 1].diff()
+        for request in (wrong & (tokens > 0) & (state_slots < self.num_slots)).nonzero()[:1, 0].tolist():
+            slot = int(state_slots[request])
+            if slot == 0:
+                raise ValueError(
+                    f"begin: state_slots must be 1 to {self.num_slots - 1} for request {request}, which has tokens, "
+                    "got 0; -1 is padding"
+                )
+            assert num_computed_tokens is not None
+            computed, held = int(num_computed_tokens[request]), int(self._num_tokens[slot])
+            if computed == held:
+                raise ValueError(
+                    f"begin: is_window must be True for request {request} (slot {slot}), which has rows pending, got "
+                    "False; call fold() first"
+                )
+            raise ValueError(
+                f"begin: num_computed_tokens must be {held} for request {request} (slot {slot}), the tokens of its "
+                f"state, got {computed}; call reset() for a new request"
+            )
 
     def _check_commit(self, slots: Tensor, num_kept: Tensor) -> None:
         """Check the counts, and that every layer ran. Only on the CPU, because it reads values."""

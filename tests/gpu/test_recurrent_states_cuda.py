@@ -87,3 +87,21 @@ def test_nothing_waits_and_layers_are_replayed(device, chunk):
     for layer in decoding.every_state.values():
         layer.held |= {5: layer.held[1], 6: layer.held[2], 4: layer.zeros()}
     decoding.assert_folded(1, 2, 4, 5, 6)
+
+
+def test_requests_with_other_tokens_are_skipped(device):
+    """Slot 0, a slot without reset, and pending rows that another kernel would drop. Each is counted."""
+    decoding = Decoding(["gdn"], max_requests=2, device=device)
+    states = decoding.states
+    decoding.start(1, 2)
+    decoding.begin([1, 2], [2, 2], computed=[0, 0])
+    decoding.forward()
+    decoding.commit({1: 2, 2: 1})
+    wrong = ([1, 0], [2, 0], None), ([1, 2], [2, 0], None), ([1, 2], [2, 1], [True, False])
+    for count, (slots, computed, is_window) in enumerate(wrong, 1):
+        decoding.begin(slots, [2, 2], is_window, computed)
+        assert states.plan[:, 0].tolist() == [1, 0]
+        assert states.skipped_requests() == count
+        states.cancel()
+    decoding.begin([1, 2], [2, 2], computed=[2, 1])
+    assert states.plan[:, 0].tolist() == [1, 2]

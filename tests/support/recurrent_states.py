@@ -313,13 +313,20 @@ class Decoding:
         for layer in self.every_state.values():
             layer.held.update({slot: layer.zeros() for slot in slots})
 
-    def begin(self, slots: Sequence[int], lengths: Sequence[int], is_window: Sequence[bool] | None = None) -> None:
+    def begin(
+        self,
+        slots: Sequence[int],
+        lengths: Sequence[int],
+        is_window: Sequence[bool] | None = None,
+        computed: Sequence[int] | None = None,
+    ) -> None:
         """Open a window with these lengths by slot. Slot -1 is padding."""
         self.slots, self.lengths, self.is_window = slots, lengths, is_window or [True] * len(slots)
         self.states.begin(
             self.tensor(slots, torch.int64),
             self.tensor([0, *accumulate(lengths)]),
             None if is_window is None else self.tensor(is_window, torch.bool),
+            None if computed is None else self.tensor(computed),
         )
 
     def own_tokens(self) -> list[int]:
