@@ -195,7 +195,9 @@ class CacheAudit(StepListener):
     def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
         """Check that every draft of the window was redirected."""
         step = self._step
-        for group, own in step.slot_mappings.items() if step is not None and self._shadow_blocks else ():
+        if step is None or not self._shadow_blocks:
+            return
+        for group, own in step.slot_mappings.items():
             slots = self._redirected[group] = slot_mappings[group][: len(own)].cpu().clone()
             blocks, size = self._shadow_blocks[group], self._block_sizes[group]
             must = slots != own
