@@ -171,8 +171,6 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str, tuple[Any, ...], Any]] = [
     ("nwor", NworConfig, {}, "mode", (None, 3, "banana", []), ValueError),
     ("nwor", NworConfig, {}, "on_unsupported", (None, 3, "banana"), ValueError),
     ("nwor", NworConfig, {}, "audit", (None, 1, "yes"), ValueError),
-    ("nwor", NworConfig.load, {}, "environment", ({"VLLM_NWOR_MODE": None}, {"VLLM_NWOR": 1}, {3: "x"}),
-     TypeError),
 ]  # fmt: skip
 
 

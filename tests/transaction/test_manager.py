@@ -7,18 +7,7 @@ import itertools
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transactions import (  # noqa: F401
-    KINDS,
-    Batch,
-    Request,
-    Transactions,
-    begin,
-    distinct_slots,
-    make_batch,
-    one_thread,
-    packed,
-    put_rows,
-)
+from transactions import KINDS, Batch, Request, Transactions, begin, one_thread, put_rows  # noqa: F401
 
 import nwor_ops.transaction.manager
 import nwor_ops.transaction.protocol
