@@ -54,7 +54,7 @@ class Plane(BoundToMemory):
         if self.view.dim() != 4:
             raise ValueError(
                 "Plane: view must be [num_blocks, block_size, num_kv_heads, width], got "
-                f"{self.view.dtype} {list(self.view.shape)}"
+                f"{self.view.dtype} {list(self.view.shape)}; LayerCache.split takes the views of keys and of values"
             )
         if self.view.element_size() not in (1, 2, 4, 8):
             raise TypeError(f"Plane: view must have dtype of 1, 2, 4 or 8 bytes, got {self.view.dtype}")

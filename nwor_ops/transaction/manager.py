@@ -58,6 +58,16 @@ _CLOSED, _OPEN = State.CLOSED, State.OPEN  # a global name costs the host less t
 MODES = ("cow", "stage")
 
 
+def error_of(method: str, error: Exception, **tensors: object) -> BaseException:
+    """Return the error of a bound call. The call itself cannot name an argument that is not a tensor."""
+    try:
+        for name, value in tensors.items():
+            validation.tensor(f"{method}: {name}", value)
+    except TypeError as wrong_type:
+        return wrong_type
+    return own_error(error)
+
+
 class _Handles(NamedTuple):
     """A layout, and its bound calls of begin, ``commit_rejected`` and ``commit``; see :mod:`nwor_ops.ops.bound`."""
 
@@ -279,7 +289,9 @@ class DraftCommitManager(Stateful[Layer]):
                 handles.num_rows[0] = drafts
         except Exception as error:
             self.cancel()
-            raise own_error(error) from None
+            later = {"seq_lens": seq_lens} if self.mode == "stage" else {}
+            tensors = {"query_start_loc": query_start_loc, "cu_num_draft_tokens": counts} | later
+            raise error_of("begin", error, **tensors) from None
         self._unfinished = ""
 
     def write(
@@ -352,7 +364,9 @@ class DraftCommitManager(Stateful[Layer]):
         try:
             commit_tokens_bound(draft_token_ids, sampled_token_ids, self._handles.commit_tokens)
         except Exception as error:
-            raise own_error(error) from None
+            raise error_of(
+                "commit", error, draft_token_ids=draft_token_ids, sampled_token_ids=sampled_token_ids
+            ) from None
         self._window, self._unfinished, self._state = None, "", _CLOSED
 
     def commit_rejected(self, num_rejected: Tensor) -> None:
@@ -370,7 +384,7 @@ class DraftCommitManager(Stateful[Layer]):
         try:
             commit_bound(num_rejected, self._handles.commit)
         except Exception as error:
-            raise own_error(error) from None
+            raise error_of("commit_rejected", error, num_rejected=num_rejected) from None
         self._window, self._unfinished, self._state = None, "", _CLOSED
 
     def cancel(self) -> None:

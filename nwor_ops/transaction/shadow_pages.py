@@ -102,7 +102,7 @@ class ShadowPages(BoundToMemory):
         self.launches, self._buffers = _plan_launches(planes), buffers
 
     def _block_ids(self, group: str, num_blocks: int, first: int | None) -> Tensor:
-        first = num_blocks - self.blocks_per_group if first is None else first
+        first = max(num_blocks - self.blocks_per_group, 0) if first is None else first
         if first < 0 or first + self.blocks_per_group > num_blocks:
             raise ValueError(
                 f"allocate: group {group!r} must have {self.blocks_per_group} shadow pages "

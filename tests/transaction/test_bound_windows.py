@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from decoding import ALL, REQUESTS, STEPS, Engine, batch_copies, require_unchanged
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,6 +49,31 @@ def test_one_call_for_each_end(mode, end):
         engine.lengths = [n + r.given + r.accepted for n, r in zip(engine.lengths, requests, strict=True)]
         assert begin.names == ["_begin_redirected_bound" if mode == "stage" else "_begin_bound"]
         assert commit.names == ["_commit_tokens_bound" if end == "commit" else "_commit_bound"]
+
+
+@pytest.mark.parametrize("wrong", [None, [0, 3, 6], 3], ids=repr)
+@pytest.mark.parametrize("mode", MODES)
+def test_arguments_that_are_not_tensors(mode, wrong):
+    """The bound calls would say which C function failed, or nothing."""
+    engine = Engine(TWO_KINDS, mode, binds=True)
+    manager, batch = engine.manager, engine.batch(STEPS[1])
+    for name in ("query_start_loc", "cu_num_draft_tokens", *(["seq_lens"] if mode == "stage" else [])):
+        with pytest.raises(TypeError, match=rf"^begin: {name} must be a tensor, got {re.escape(repr(wrong))}"):
+            manager.begin(batch.window._replace(**{name: wrong}))
+        assert manager.state is State.CLOSED
+    manager.begin(batch.window)
+    engine.forward(batch)
+    for name in ("draft_token_ids", "sampled_token_ids"):
+        outcome = {part: getattr(batch, part) for part in ("draft_token_ids", "sampled_token_ids")}
+        with pytest.raises(TypeError, match=f"^commit: {name} must be a tensor, got "):
+            manager.commit(**outcome | {name: wrong})
+        manager.cancel()
+        manager.begin(batch.window)
+        engine.forward(batch)
+    with pytest.raises(TypeError, match=r"^commit_rejected: num_rejected must be a tensor"):
+        manager.commit_rejected(wrong)
+    manager.cancel()
+    assert manager.stats().accepted == 0
 
 
 def test_layout_is_bound_again():
