@@ -93,6 +93,7 @@ class RecurrentCache(BoundToMemory):
             validation.integer(f"RecurrentCache.new: {name}", size)
         rows = validation.integer("RecurrentCache.new: max_window", max_window, most=_MOST_ROWS)
         chunk = validation.integer("RecurrentCache.new: chunk", chunk, least=0, most=CHUNK)
+        validation.boolean("RecurrentCache.new: per_channel", per_channel)
         on = validation.device("RecurrentCache.new: device", device)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

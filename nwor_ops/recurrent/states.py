@@ -125,7 +125,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         self.query_start_loc = zeros(requests + 1)
         self.num_kept = zeros(self.num_slots)  # tokens of each slot's last window that stay
         self._num_tokens = zeros(self.num_slots, dtype=torch.int64)  # tokens of each slot's state; slot 0 has any
-        self._num_tokens_after: tuple[Tensor, Tensor] | None = None  # slots and tokens that commit sets
         self._slots = zeros(requests, dtype=torch.int64)
         self._batch_kept = zeros(requests)  # the same for the requests of a batch
         names = "state", "record_keys", "record_norms", "record_decays", "record_updates"
@@ -139,6 +138,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             raise ValueError(f"allocate: {overlap[0]} and {overlap[1]} must not share memory")
         self._fold = Fold(self._layers)
         self._fold_plan: Tensor | None = None  # of a fold or copy that has begun
+        self._copied: tuple[Tensor, Tensor] | None = None  # sources and targets of that copy
         # Marks the layers that such a fold has reached. It counts down, and the windows count up.
         self._fold_number = zeros(1, dtype=torch.int64)
         self._state = State.CLOSED
@@ -224,7 +224,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 self.plan, self.window_id, state_slots.masked_fill(wrong, self.num_slots), query_start_loc, kept,
                 self.max_window, is_window,
             )  # fmt: skip
-        self._num_tokens_after = after
+        if after is not None:
+            self._num_tokens.scatter_(0, *after)
         self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
         if requests < self.max_num_requests:  # the other rows have no tokens
             self.query_start_loc[requests + 1 :].copy_(query_start_loc[requests : requests + 1])
@@ -322,8 +323,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             self._check_commit(slots, num_kept)
         self.num_kept.scatter_(0, slots, num_kept[:requests])
         self._num_tokens.scatter_add_(0, slots, num_kept[:requests].long())
-        if self._num_tokens_after is not None:
-            self._num_tokens.scatter_(0, *self._num_tokens_after)
         self._close()
 
     def cancel(self) -> None:
@@ -384,9 +383,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 f"{target_slots.shape[0]}"
             )
         self._fold_into(source_slots, target_slots, keep_source=True)
-        sources = source_slots.clamp(0, self.num_slots - 1)
-        targets = torch.where(sources > 0, target_slots.clamp(0, self.num_slots - 1), 0).long()
-        self._num_tokens.scatter_(0, targets, self._num_tokens[sources])
 
     def reset(self, slots: Tensor) -> None:
         """Set the states of slots to zero, with nothing pending. Use it for new requests; it fills each layer.
@@ -399,7 +395,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         self._check_slots("reset: slots", slots)
         if self.device.type == "cpu" and slots.numel() and int(slots.max()) >= self.num_slots:
             raise IndexError(f"reset: slots must be less than {self.num_slots}, got {int(slots.max())}")
-        rows = torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
+        rows = self._existing(slots)
         self.cursors.drop(rows)
         self._num_tokens.index_fill_(0, rows, 0)
         for layer in self._layers.values():
@@ -427,6 +423,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
     def _fold_into(self, source_slots: Tensor, target_slots: Tensor, *, keep_source: bool) -> None:
         kept = self.num_kept.index_select(0, source_slots.clamp(0, self.num_slots - 1))
         plan = self._fold_plan = torch.zeros(source_slots.shape[0], 4, dtype=torch.int32, device=self.device)
+        self._copied = (self._existing(source_slots), self._existing(target_slots)) if keep_source else None
         self._fold_number.sub_(1)
         with self._opening(plan):  # the plan clears the cursors before the first layer is folded
             self.cursors.plan_fold(plan, source_slots, target_slots, kept, keep_source)
@@ -437,10 +434,17 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         assert self._fold_plan is not None
         if len(self._fold_plan):
             self._fold.apply(self._fold_plan, self._fold_number)
+        if self._copied is not None:
+            sources, targets = self._copied
+            self._num_tokens.scatter_(0, torch.where(sources > 0, targets, 0), self._num_tokens[sources])
         self._fold_plan, self._state = None, State.CLOSED
 
     def _check_slots(self, what: str, slots: Tensor) -> None:
         validation.tensor(what, slots, *_SLOT_DTYPES, dims=1, device=self.device)
+
+    def _existing(self, slots: Tensor) -> Tensor:
+        """Return the slots, and 0 for padding and for each one that does not exist."""
+        return torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
 
     def _other_tokens(self, slots: Tensor, others: Tensor, computed: Tensor) -> Tensor:
         """Return which requests do not continue the state of their slot. ``others`` are not run in this window."""

@@ -140,6 +140,8 @@ def test_cancel_restores_states_after_any_error(monkeypatch, call, number, chunk
     if call == "copy":
         for layer in decoding.every_state.values():
             layer.held[3] = layer.held[1]
+        decoding.begin([3], [1], computed=[4])
+        decoding.states.cancel()
         decoding.assert_folded(3)
     decoding.states.fold(decoding.tensor([1, 2]))
     decoding.assert_folded(1, 2)
@@ -258,7 +260,9 @@ def test_slot_of_earlier_request_needs_reset():
     decoding.commit({1: 1})
     refuse("num_computed_tokens must be 4 for request 1", [5, 0])
     states.copy(decoding.tensor([1]), decoding.tensor([2]))
-    begin([5, 5])
+    begin([5, 5], [True, False])
+    states.cancel()  # what the other kernel wrote stays
+    refuse("num_computed_tokens must be 7 for request 1", [5, 5], [True, False])
 
 
 # ---------------------------------------------------------------- compiled
