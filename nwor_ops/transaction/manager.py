@@ -275,7 +275,7 @@ class DraftCommitManager(Stateful[Layer]):
         handles = self._handles
         if handles is None:
             raise RuntimeError("begin: no layout is bound; call bind() first")
-        if drafts is not None and not 0 <= drafts <= self.max_draft_tokens:
+        if drafts is not None and not (isinstance(drafts, int) and 0 <= drafts <= self.max_draft_tokens):
             raise ValueError(
                 f"begin: window must have 0 to {self.max_draft_tokens} drafts (max_draft_tokens), got {drafts}"
             )
@@ -289,8 +289,9 @@ class DraftCommitManager(Stateful[Layer]):
                 handles.num_rows[0] = drafts
         except Exception as error:
             self.cancel()
-            later = {"seq_lens": seq_lens} if self.mode == "stage" else {}
-            tensors = {"query_start_loc": query_start_loc, "cu_num_draft_tokens": counts} | later
+            tensors = {"query_start_loc": query_start_loc, "cu_num_draft_tokens": counts}
+            tensors |= {"seq_lens": seq_lens} if self.mode == "stage" else {}
+            tensors |= {} if states is None else {"request_states": states}
             raise error_of("begin", error, **tensors) from None
         self._unfinished = ""
 

@@ -57,10 +57,13 @@ def test_arguments_that_are_not_tensors(mode, wrong):
     """The bound calls would say which C function failed, or nothing."""
     engine = Engine(TWO_KINDS, mode, binds=True)
     manager, batch = engine.manager, engine.batch(STEPS[1])
-    for name in ("query_start_loc", "cu_num_draft_tokens", *(["seq_lens"] if mode == "stage" else [])):
+    later = ["seq_lens", *([] if wrong is None else ["request_states"])] if mode == "stage" else []
+    for name in ("query_start_loc", "cu_num_draft_tokens", *later):
         with pytest.raises(TypeError, match=rf"^begin: {name} must be a tensor, got {re.escape(repr(wrong))}"):
             manager.begin(batch.window._replace(**{name: wrong}))
         assert manager.state is State.CLOSED
+    with pytest.raises(ValueError, match=r"begin: window must have 0 to .* drafts .max_draft_tokens., got 1.5"):
+        manager.begin(batch.window._replace(num_draft_tokens=1.5))
     manager.begin(batch.window)
     engine.forward(batch)
     for name in ("draft_token_ids", "sampled_token_ids"):
