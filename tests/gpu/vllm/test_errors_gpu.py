@@ -42,7 +42,7 @@ def test_a_request_with_invalid_counts_stops_the_engine(engines: Any) -> None:
     case = REFUSED_COUNTS
     settings = {**case.engine, "additional_config": {"nwor": case.nwor}}
     error = engines.start(case.name, settings, case.environment, **case.use).result()["error"]
-    said = r"counts of accepted tokens of requests (\d+-\d|of earlier).* are invalid.* so the engine stops"
+    said = "counts of accepted tokens of some requests are invalid.* so the engine stops"
     assert re.search(said, error), error
 
 
