@@ -306,6 +306,22 @@ def test_mode_of_the_interceptor_decides():
     assert staged.buffer.stats().windows == 1
 
 
+def test_failed_commit_is_not_repeated(monkeypatch):
+    """Its accepted rows may be in some caches already."""
+    staged = Staged(("packed",))
+    buffer = staged.buffer
+    buffer.begin(torch.arange(2))
+    buffer.stage("packed.0", *staged.sources("packed.0", 2))
+    monkeypatch.setattr(buffer, "_commit_layer", lambda layer: layer.missing)
+    with pytest.raises(AttributeError, match="missing"):
+        buffer.commit(torch.tensor([True, False]))
+    with pytest.raises(RuntimeError, match=r"commit: .* has failed for the open window; call reject"):
+        buffer.commit(torch.tensor([True, False]))
+    buffer.reject()
+    assert (buffer.stats().committed, buffer.stats().rejected) == (0, 2)
+    staged.assert_as_expected()
+
+
 def test_interceptor_protocol():
     staged = Staged(("packed",))
     interceptor = KVCacheInterceptor(staged.buffer)

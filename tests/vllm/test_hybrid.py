@@ -196,6 +196,15 @@ def test_only_states_of_batch_are_left_out(block: int, byte: int, left_out: bool
         step.run(block, byte)
 
 
+def test_state_left_out_once_is_compared_later() -> None:
+    step = Step(CacheAudit)
+    step.run(3, STATE - 1)
+    step.rows = [(3, [4])]  # the request that owns block 3 is not in the next batch
+    step.run(4, STATE - 1)
+    with pytest.raises(AuditError, match="1 bytes differ from the expected ones"):
+        step.run(3, STATE - 1)
+
+
 def test_shadow_pages_and_states_are_left_out_together() -> None:
     step = Step(functools.partial(CacheAudit, shadow_blocks={"0": range(6, 8)}))
     step.audit.begin([0, 3], [2], {"0": SLOTS})

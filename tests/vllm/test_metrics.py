@@ -122,6 +122,7 @@ def test_random_steps_reach_the_front_end(
     runner.sample_tokens(step_output())  # of an engine without a feature
     publisher = worker.publishers[runner] = session.publisher()  # type: ignore[index]
     for _ in range(1 + draw(3)):  # vLLM's warm-up
+        session.step()
         runner.sample_tokens(step_output())
         publisher.forget()
 
