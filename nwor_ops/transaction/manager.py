@@ -289,7 +289,7 @@ class DraftCommitManager(Stateful[Layer]):
                 handles.num_rows[0] = drafts
         except Exception as error:
             self.cancel()
-            tensors = {"query_start_loc": query_start_loc, "cu_num_draft_tokens": counts}
+            tensors: dict[str, object] = {"query_start_loc": query_start_loc, "cu_num_draft_tokens": counts}
             tensors |= {"seq_lens": seq_lens} if self.mode == "stage" else {}
             tensors |= {} if states is None else {"request_states": states}
             raise error_of("begin", error, **tensors) from None
