@@ -275,8 +275,8 @@ class KVCacheInterceptor(BoundToMemory):
 
     Attributes:
         mode: as above. A new value takes effect at the next window.
-        direct_windows: number of windows written directly, for any reason.
-        refused_windows: number of those that should have been staged, but were refused by the buffer.
+        direct_windows: number of windows that were written directly, for any reason.
+        refused_windows: number of those that the buffer refused.
 
     A window that the buffer refuses at begin (too many rows, an invalid dtype) is written directly and
     counted. A later error propagates; then call :meth:`cancel`. The decision is made in Python, so it suits engines
