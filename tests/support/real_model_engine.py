@@ -32,8 +32,9 @@ def main() -> None:
     target, drafter = sys.argv[1:]
     speculation = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 4}
     llm = LLM(
-        model=target, speculative_config=speculation, max_model_len=1024, max_num_seqs=12, gpu_memory_utilization=0.2,
-        disable_log_stats=False, structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
+        model=target, speculative_config=speculation, max_model_len=1024, max_num_seqs=12, gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=2 << 30, disable_log_stats=False,
+        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
     )  # fmt: skip
     answer: dict[str, Any] = {}
     before = [0, 0]
