@@ -78,20 +78,6 @@ def test_plan_of_too_many_groups(device):
         ops.plan_window(*layouts.twin(plan(groups=129), device))
 
 
-@pytest.mark.gpu
-def test_refused_window_rejects_nothing(device):
-    """The ops of a window pass the result of a refused window on: no request has drafts, whatever was rejected."""
-    planned = layouts.twin(plan(rows=5), device)
-    row_rejected, num_accepted = layouts.twin((flags(*[1] * 5), int32(*[9] * 6)), device)
-    ops.plan_window(*planned)
-    tokens = layouts.twin((torch.zeros(6, dtype=torch.int64), torch.zeros(6, 2, dtype=torch.int64)), device)
-    ops.reject_rows(*tokens, planned[8], row_rejected, num_accepted, planned[7])
-    assert not planned[8].any()
-    assert not row_rejected.any()
-    assert not num_accepted.any()
-    assert planned[7].tolist() == [10, 20, 30, 40, 51]
-
-
 # ---------------------------------------------------------------- data that is refused
 
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 import ast
 import math
 import re
-import textwrap
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from oracle_checks import random_log
 from tensors import flags, int32, int64
 from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from nwor_ops import ops
@@ -294,40 +291,6 @@ def test_aliasing_is_an_error_when_compiled_too():
 
     with pytest.raises(Exception, match="log and cache must not share memory"):
         compiled(aliased)(small_integers(5, 4, 2, 8), int64(17, 3, 0), int32(2, 0, 3))
-
-
-# ---------------------------------------------------------------- the graph
-
-
-def test_traced_graph():
-    """What a compiler sees: the ops in order on views of the arguments, nothing added around them."""
-
-    def layer(key, value, backing, slots, scale, rows, log, rejected):
-        key_cache, value_cache = backing.split(4, -1)
-        key_log, value_log = log[0].split(4, -1)
-        ops.write_kv_logged(key, value, key_cache, value_cache, slots, scale, scale, "auto", rows, key_log, value_log)
-        ops.restore_slots([backing], log, slots, rejected)
-
-    source = small_integers(2, 1, 4)
-    arguments = (
-        source, source + 1, small_integers(3, 2, 1, 8), int64(1, 4), torch.ones(1), int32(0, 1),
-        small_integers(1, 2, 1, 8), flags(0, 1),
-    )  # fmt: skip
-    lines = [line.split(";  ")[0] for line in make_fx(layer)(*arguments).code.strip().splitlines()]
-    graph = "\n".join(textwrap.fill(line.strip(), 100, subsequent_indent="    ") for line in lines)
-    assert_expected_inline(graph, """\
-def forward(self, key_1, value_1, backing_1, slots_1, scale_1, rows_1, log_1, rejected_1):
-split = torch.ops.aten.split.Tensor(backing_1, 4, -1)
-getitem = split[0]
-getitem_1 = split[1]
-select = torch.ops.aten.select.int(log_1, 0, 0)
-split_1 = torch.ops.aten.split.Tensor(select, 4, -1)
-getitem_2 = split_1[0]
-getitem_3 = split_1[1]
-write_kv_logged = torch.ops.nwor.write_kv_logged.default(key_1, value_1, getitem, getitem_1,
-    slots_1, scale_1, scale_1, 'auto', rows_1, getitem_2, getitem_3)
-restore_slots = torch.ops.nwor.restore_slots.default([backing_1], log_1, slots_1, rejected_1)
-return None""")  # fmt: skip
 
 
 # ---------------------------------------------------------------- views of inputs that do not start their storage

@@ -18,7 +18,7 @@ from transactions import KINDS, Batch, Request, Transactions, one_thread  # noqa
 import nwor_ops.transaction.manager
 from nwor_ops import ops
 from nwor_ops.testing import samples
-from nwor_ops.transaction.window import Layout, WindowBuffers
+from nwor_ops.transaction.window import Layout
 
 MIXED = (Request(5), Request(1, 4, 2), Request(1, 3, 0), Request(1), Request(2, 2, 2), Request(0))
 KIND_SETS = [*((kind,) for kind in KINDS), tuple(KINDS)]
@@ -205,18 +205,3 @@ def test_the_calls_do_not_depend_on_values(end):
     assert recorded[0] == recorded[1] == recorded[2]
     stats = transactions.manager.stats()
     assert (stats.drafted, stats.accepted) == (9 + 7, 4 + 5)
-
-
-def test_window_buffers_keep_their_addresses():
-    transactions = Transactions()
-
-    def addresses() -> list[int]:
-        tensors = [leaf for leaf in tree_leaves(vars(transactions.manager.buffers)) if isinstance(leaf, torch.Tensor)]
-        return [tensor.data_ptr() for tensor in tensors]
-
-    assert isinstance(transactions.manager.buffers, WindowBuffers)
-    before = addresses()
-    assert len(before) > 7
-    for seed in range(3):
-        run_window(transactions, transactions.batch(MIXED[seed:], padding=9, seed=seed))
-    assert addresses() == before

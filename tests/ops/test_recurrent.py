@@ -327,43 +327,11 @@ def test_extremes(device):
     assert ours["all_states"][:3].isfinite().all()
 
 
-def test_empty_batches(device):
-    """Without requests, without tokens, or with only padding, the layer is marked and the states do not change."""
-    nobody = (samples.Planned(0, 2), samples.Planned(-3, 1))
-    for requests, extra in (((), 0), ((), 3), ((samples.Planned(2, 0, 1),), 0), (nobody, 0), (nobody, 4)):
-        arguments = samples.verify(requests=requests, extra_tokens=extra)
-        ours = named(VERIFY, check_verify(arguments, device))
-        tokens = sum(request.tokens for request in requests)
-        assert not ours["out"][:tokens].any()
-        assert torch.equal(ours["layer_window"], ours["window_id"])
-
-
 def test_a_window_may_move_a_state(device):
     """If source and target differ, the source is read and does not change."""
     arguments = samples.verify(requests=(samples.Planned(1, 2, 2, 1), samples.Planned(3, 1, 0)))
     moved = layouts.surrounded(torch.tensor([[1, 2, 1, 2], [3, 0, 0, 4]], dtype=torch.int32))
     check_verify(with_arguments(VERIFY, arguments, plan=moved), device)
-
-
-# ---------------------------------------------------------------- the norm
-
-
-@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_fused_norm_equals_a_separate_layer(device, dtype, activation):
-    """Compare the fused norm with torch's norm of the output without it."""
-    arguments = layouts.twin(samples.verify(Heads(1, 2, 64, 128), dtype=dtype, norm=activation), device)
-    given = named(VERIFY, arguments)
-    plain = named(VERIFY, layouts.twin(with_arguments(VERIFY, arguments, gate=None, norm_weight=None)))
-    ops.gated_delta_verify(**plain)
-    ops.gated_delta_verify(*arguments)
-    tokens = int(given["query_start_loc"][-1])
-    act = torch.nn.functional.silu if activation == "silu" else torch.sigmoid
-    norm = torch.nn.functional.rms_norm(plain["out"].float(), (128,), given["norm_weight"].float(), 1e-5)
-    expected = (norm * act(given["gate"].float())).to(dtype)
-    rtol, atol = tolerance(dtype)
-    torch.testing.assert_close(given["out"][:tokens], expected[:tokens], rtol=rtol, atol=atol)
-    assert all(torch.equal(given[name][1:], plain[name][1:]) for name in ("state", "record_updates"))
 
 
 # ---------------------------------------------------------------- folds

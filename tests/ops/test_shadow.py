@@ -70,15 +70,6 @@ def test_window_of_many_planes(device, layers, op):
     )
 
 
-def test_refused_window_is_not_opened(device):
-    """plan_window reports no drafts for it, so nothing is redirected or copied."""
-    arguments = with_arguments("open_window", opening(), draft_start_loc=torch.zeros_like(opening()[3]))
-    ours = named("open_window", oracle_checks.assert_same_as_oracle("open_window", arguments, device))
-    before = named("open_window", arguments)
-    for name in ("caches", "slot_mappings", "block_tables"):
-        assert layouts.same_memory(ours[name], before[name])
-
-
 @pytest.mark.parametrize("held", ["none", "before", "after", "first", "far"])
 def test_held_rows_of_another_page(device, held):
     """Held rows of another page, or rows after the held one, are not used."""

@@ -14,7 +14,6 @@ from nwor_ops import ops
 from nwor_ops.ops import staging
 from nwor_ops.testing import layouts
 from nwor_ops.testing.layouts import Shape, surrounded
-from nwor_ops.testing.raw_rows import raw
 
 
 def test_by_hand(device):
@@ -95,39 +94,6 @@ def test_stage_counters_have_the_order_of_the_kernels():
 
 
 # ---------------------------------------------------------------- move_slots
-
-
-def simultaneous(caches, sources, destinations):
-    """The expected result of the moves, by torch indexing: gather all, then scatter all."""
-    for cache in caches:
-        pages, block_size = raw(cache), cache.shape[1]
-        rows = pages[sources // block_size, sources % block_size]
-        pages[destinations // block_size, destinations % block_size] = rows
-
-
-MOVES = {
-    "cycle of all": [(i, (i + 1) % 60) for i in range(60)],
-    "backwards": [(i, 59 - i) for i in range(60)],
-    "one slot to the left": [(i + 1, i) for i in range(59)],
-    "one slot to the right": [(i, i + 1) for i in range(59)],
-    "one source for many": [(7, i) for i in range(60)],
-    "in place": [(i, i) for i in range(60)],
-}
-
-
-@pytest.mark.parametrize("layout", ["nhd", "packed_hnd", "one_backing", "vec"])
-@pytest.mark.parametrize("moves", MOVES)
-def test_overlapping_moves_are_simultaneous(device, moves, layout):
-    shape = Shape(5, 12, 3, 16, 8, layers=3)
-    sources, destinations = (torch.tensor(slots) for slots in zip(*MOVES[moves], strict=True))
-    for planes in layouts.make_pages(layout, shape, torch.bfloat16)[:2]:
-        ours, theirs = (
-            layouts.twin((planes, sources, destinations), device),
-            layouts.twin((planes, sources, destinations)),
-        )
-        ops.move_slots(*ours)
-        simultaneous(*theirs)
-        assert layouts.same_memory(ours, theirs)
 
 
 @pytest.mark.parametrize("layers", [1, 383, 384, 385, 800])

@@ -244,12 +244,6 @@ def test_window_that_no_layer_wrote(end):
     assert manager.stats().accepted == 2
 
 
-def test_packed_rows_of_odd_width():
-    """577 elements are not a key and a value: 288 and 289 would be."""
-    with pytest.raises(ValueError, match=r"packed plane must have an even width, got \[2, 4, 1, 577\]"):
-        LayerCache.packed(torch.zeros(2, 4, 1, 577))
-
-
 # ---------------------------------------------------------------- what is left in the cache
 
 
@@ -326,17 +320,6 @@ def test_debug_mode_compares_the_slots(start, monkeypatch):
     transactions.forward(batch, batch.rejected)
     commit(transactions, batch)
     transactions.assert_as_expected()
-
-
-def test_without_debug_mode_slots_are_not_compared():
-    """The comparison waits for the device."""
-    transactions = Transactions(["packed"])
-    batch = transactions.batch(MIXED)
-    begin(transactions.manager, batch)
-    elsewhere = batch.slots["full"].clone()
-    elsewhere[batch.drafted[-1]] = -1
-    transactions.write("packed.0", transactions.rows("packed.0", batch.num_tokens), elsewhere)
-    transactions.manager.cancel()
 
 
 # ---------------------------------------------------------------- a forward that stopped early
