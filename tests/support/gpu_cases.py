@@ -9,8 +9,13 @@ from typing import Any, TypeVar
 from nwor_ops.testing.real_model import PACKAGES
 from nwor_ops.testing.tiny_llama import VOCABULARY
 
+OFF = {"mode": "off", "audit": True}
 COW = {"mode": "cow", "audit": True}
 STAGE = {"mode": "stage", "audit": True}
+RECURRENT = OFF | {"recurrent": True}
+RECURRENT_COW = COW | {"recurrent": True}
+RECURRENT_STAGE = STAGE | {"recurrent": True}
+RECURRENT_CHUNK = OFF | {"recurrent": "chunk"}
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 V2: dict[str, str] = {}
 K = 4
@@ -21,6 +26,9 @@ EAGLE = {"method": "eagle", "model": "@eagle", "num_speculative_tokens": K}
 DSPARK = {"method": "dspark", "model": "@dspark", "num_speculative_tokens": K}
 EXPERTS_LIBRARY = "vllm._moe_C_stable_libtorch"  # the library with vLLM's kernels for experts
 MTP = {"method": "mtp", "num_speculative_tokens": K}  # the MTP layer is part of the target's checkpoint
+# The size of a recurrent state sets the block size, regardless of the setting.
+TRITON_PREFILL = {"gdn_prefill_backend": "triton", "block_size": None}
+HYBRID_ENGINE = TRITON_PREFILL | {"worker_extension_cls": "gpu_worker_hybrid.Worker", "num_gpu_blocks_override": 192}
 METHODS = {
     "ngram": NGRAM,
     "draft_model": DRAFT,
@@ -117,6 +125,12 @@ class Case:
     share: float = 0.02
     draft_counts: tuple[int, ...] = ()
 
+    def staged(self, **more: Any) -> Case:
+        """Return this case in mode stage: two shadow pages per request in each group of attention."""
+        requests = self.engine.get("max_num_seqs", ENGINE["max_num_seqs"])
+        pages = 2 * requests * (self.expect.get("kv_cache_groups", 1) - self.recurrent_groups)
+        return replace(self, **{"name": f"stage-{self.name}", "nwor": dict(STAGE), "more_blocks": pages} | more)
+
     @property
     def is_v1(self) -> bool:
         return self.environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
@@ -150,6 +164,7 @@ def _case(
     return kind(name=name, engine=_engine(backend, graphs=graphs, **more), environment=environment, **own)
 
 
+HITS = {"metric:prefix_cache_hits": 1}
 # What may happen to requests, and settings that any feature must support.
 BEHAVIOURS: dict[str, dict[str, Any]] = {
     "abort": {"use": {"abort": {10: [0, 2], 16: [5]}}},
@@ -158,8 +173,7 @@ BEHAVIOURS: dict[str, dict[str, Any]] = {
         "expect": {"metric:num_preemptions": 1},
     },
     "prefix-caching": {
-        "enable_prefix_caching": True, "use": {"shared_prefix": 48, "rounds": 2},
-        "expect": {"metric:prefix_cache_hits": 1},
+        "enable_prefix_caching": True, "use": {"shared_prefix": 48, "rounds": 2}, "expect": HITS,
     },
     "chunked-prefill": {"max_num_batched_tokens": 48, "use": {"shared_prefix": 90}},
     "temperature": {"use": {"temperature": 1.0}},
@@ -169,17 +183,21 @@ BEHAVIOURS: dict[str, dict[str, Any]] = {
     # Every other request uses an adapter of the target.
     "lora": {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "use": {"adapter": "@llama_lora"}},
     "memory-profiling": {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.03},
+    # Of recurrent states.
+    "": {},
+    "cow": {"nwor": RECURRENT_COW},
+    "stage": {"nwor": RECURRENT_STAGE},
+    "float32": {"mamba_ssm_cache_dtype": "float32"},
+    "bfloat16": {"mamba_ssm_cache_dtype": "bfloat16"},
+    **{graphs: {"graphs": graphs} for graphs in GRAPHS},
 }  # fmt: skip
 ABORT, PREEMPTION = BEHAVIOURS["abort"], BEHAVIOURS["preemption"]
 
 
-def _behaving(
-    case: Callable[..., AnyCase], *names: str, prefix: str = "", table: dict[str, dict[str, Any]] = BEHAVIOURS,
-    **more: Any,
-) -> Iterator[AnyCase]:  # fmt: skip
+def _each(case: Callable[..., AnyCase], prefix: str, *names: str, **more: Any) -> Iterator[AnyCase]:
     """Yield a case for each of these behaviours."""
     for name in names:
-        yield case(f"{prefix}-{name}".strip("-"), **table[name] | more)
+        yield case(f"{prefix}-{name}".strip("-"), **BEHAVIOURS[name] | more)
 
 
 def _graph_modes() -> Iterator[Case]:
@@ -235,7 +253,7 @@ def _methods_beyond() -> Iterator[Case]:
         yield _case(f"method-{runner}-ngram_gpu", environment, method="ngram_gpu")
         yield _case(f"method-{runner}-mla-mtp", environment, "TRITON_MLA", method="mtp", model="@mla_mtp", **any_mode)
         # vLLM manages the states of GDN layers; the transaction handles attention. A block has the size of a state.
-        gdn = {"model": "@gdn_mtp", "gdn_prefill_backend": "triton", "block_size": None, "num_gpu_blocks_override": 192}
+        gdn = {"model": "@gdn_mtp", "num_gpu_blocks_override": 192} | TRITON_PREFILL
         groups = {"expect": {"kv_cache_groups": 3}, "recurrent_groups": 2}
         # In V2 vLLM's CUDA kernel decodes, in V1 the Triton kernel that Qwen3-Next always takes.
         kernel = {"VLLM_GDN_DECODE_KERNEL": "triton"} if runner == "v1" else {}
@@ -261,32 +279,32 @@ def _methods_beyond() -> Iterator[Case]:
     yield _case("method-v2-fly", speculative_config=EAGLE | {"rejection_sample_method": "fly"})
 
 
-# Hybrid models: vLLM keeps recurrent states in blocks of the same memory. The size of a state sets the block size,
-# regardless of the setting.
+# Hybrid models: vLLM keeps recurrent states in blocks of the same memory.
 _HYBRID = {"graphs": "any", "block_size": None, "max_model_len": 320}
-_GDN = {"model": "@gdn_mtp", "gdn_prefill_backend": "triton"} | _HYBRID
-_ALIGNED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 320, "max_num_batched_tokens": 192}
-# Long enough for a block of either model, few enough that the second round finds what the first has left.
+_GDN = {"model": "@gdn_mtp"} | TRITON_PREFILL | _HYBRID
+_ALIGNED = {
+    "enable_prefix_caching": True, "num_gpu_blocks_override": 320, "max_num_batched_tokens": 192, "max_model_len": 320,
+}  # fmt: skip
+# Requests with a common beginning, long enough for a block of either model. The second round finds what the first has
+# left. Requests decode over the ends of blocks.
 _AGAIN = {"shared_prefix": 140, "rounds": 2, "requests": 12}
+_PREFIXES = _ALIGNED | {"use": _AGAIN, "expect": HITS}
 
 
 def _hybrids() -> Iterator[Case]:
     """Yield cases of hybrid models, in both modes. ``-k recurrent-`` selects them."""
-    aligned = {"use": _AGAIN} | _ALIGNED
-    hits = {"metric:prefix_cache_hits": 1}
     gdn = {"recurrent_groups": 3} | _GDN
-    mamba = {"model": "@mamba", "recurrent_groups": 2} | _HYBRID
+    mamba = {"model": "@mamba", "recurrent_groups": 2, "expect": {"kv_cache_groups": 3}} | _HYBRID
+    aligned = gdn | _PREFIXES | {"expect": {"kv_cache_groups": 4} | HITS}
     for runner, environment in (("v2", V2), ("v1", V1)):
-        yield _case(
-            f"recurrent-{runner}-gdn-align", environment, **gdn, **aligned, expect={"kv_cache_groups": 4} | hits
-        )
+        yield _case(f"recurrent-{runner}-gdn-align", environment, **aligned)
     # A drafter that proposes in every step: shadow pages of hundreds of rows stay, and requests leave theirs to others.
     yield _case(
         "recurrent-v2-gdn-mtp-abort", method="mtp", num_gpu_blocks_override=192, **gdn | {"recurrent_groups": 2},
         **ABORT, expect={"kv_cache_groups": 3},
     )  # fmt: skip
-    yield _case("recurrent-v2-mamba", backend="TRITON_ATTN", **mamba, expect={"kv_cache_groups": 3})
-    yield _case("recurrent-v1-mamba-align", V1, **mamba, **aligned, expect={"kv_cache_groups": 3} | hits)
+    yield _case("recurrent-v2-mamba", backend="TRITON_ATTN", **mamba)
+    yield _case("recurrent-v1-mamba-align", V1, **mamba | _PREFIXES | {"expect": {"kv_cache_groups": 3} | HITS})
 
 
 def _caches() -> Iterator[Case]:
@@ -327,11 +345,10 @@ def _caches() -> Iterator[Case]:
 
 def _behaviours() -> Iterator[Case]:
     for runner, environment in (("v2", V2), ("v1", V1)):
-        for name in ("preemption", "abort", "temperature", "not-async"):
-            yield _case(f"{runner}-{name}", environment, **BEHAVIOURS[name])
-    yield from _behaving(_case, "prefix-caching", "sleep", "memory-profiling")
+        yield from _each(_case, runner, "preemption", "abort", "temperature", "not-async", environment=environment)
+    yield from _each(_case, "", "prefix-caching", "sleep", "memory-profiling")
     yield _case("prefix-caching-eagle", method="eagle", **BEHAVIOURS["prefix-caching"])
-    yield from _behaving(_case, "chunked-prefill", method="eagle")
+    yield from _each(_case, "", "chunked-prefill", method="eagle")
     # vLLM's warm-up creates 8 requests and numbers their 16 blocks itself, which are all blocks of this cache.
     yield _case(
         "warm-up",
@@ -368,27 +385,9 @@ _NOT_STAGED = (
     *(f"method-v1-{name}" for name in ("ngram_gpu", "mla-mtp", "gdn-mtp", "dynamic", "dflash-synthetic")),
     *(f"method-v2-{name}" for name in ("dynamic", "adaptive-eagle", "block", "fly")),
 )
-STAGE_CASES = [
-    replace(
-        case,
-        name=f"stage-{case.name}",
-        nwor=dict(STAGE),
-        more_blocks=NUM_SHADOW * (case.expect.get("kv_cache_groups", 1) - case.recurrent_groups),
-    )
-    for case in CASES
-    if case.name not in _NOT_STAGED
-]
+STAGE_CASES = [case.staged() for case in CASES if case.name not in _NOT_STAGED]
 # In this mode it is a normal writer that follows the slots.
-STAGE_CASES.append(
-    replace(
-        FUSED_WRITER,
-        name="stage-mla-fused-writer",
-        nwor=dict(STAGE),
-        same_tokens=True,
-        more_blocks=NUM_SHADOW,
-        expect={"recorded_layers": []},
-    )
-)
+STAGE_CASES.append(FUSED_WRITER.staged(same_tokens=True, expect={"recorded_layers": []}))
 
 
 # ---------------------------------------------------------------- KV connectors
@@ -401,12 +400,6 @@ def _connector(name: str, module: str | None = None, **extra: Any) -> dict[str, 
         "kv_connector_module_path": module,
         "kv_connector_extra_config": extra,
     }
-
-
-def _both_modes(case: Case) -> Iterator[Case]:
-    yield case
-    # In cases of connectors, one group has rows.
-    yield replace(case, name=f"stage-{case.name}", nwor=dict(STAGE), more_blocks=2 * case.engine["max_num_seqs"])
 
 
 def _connectors() -> Iterator[Case]:
@@ -428,88 +421,68 @@ def _connectors() -> Iterator[Case]:
         "simple-cpu": (_connector("SimpleCPUOffloadConnector", **host), "cuda", V2),
         "lmcache": (_connector("LMCacheConnectorV1"), "lmcache", lmcache),
     }
-    for name, (connector, needs, environment) in connectors.items():
-        for requests, same_tokens in ((8, False),) if name == "lmcache" else ((1, True), (8, False)):
-            yield from _both_modes(
-                _case(
-                    f"connector-{name}-{requests}",
-                    environment,
-                    kv_transfer_config=connector,
-                    enable_prefix_caching=True,
-                    max_num_seqs=requests,
-                    same_tokens=same_tokens,
-                    needs=needs,
-                    # LMCacheConnectorV1 loads nothing where vLLM replays a FULL graph: the V2 runner has no forward
-                    # context there, and without metadata in one the connector returns.
-                    graphs="piecewise" if name == "lmcache" else "full_and_piecewise",
-                    **continued,
-                )
-            )
+    # LMCacheConnectorV1 loads nothing where vLLM replays a FULL graph: the V2 runner has no forward context there, and
+    # without metadata in one the connector returns.
+    for name, requests, runner, graphs in (
+        ("offloading", 1, "", "full_and_piecewise"),
+        ("offloading", 8, "", "full_and_piecewise"),
+        ("simple-cpu", 1, "", "full_and_piecewise"),
+        ("simple-cpu", 8, "", "full_and_piecewise"),
+        ("lmcache", 8, "", "piecewise"),
+        ("offloading", 1, "v1-", "default"),
+        ("offloading", 8, "v1-", "default"),
+        ("lmcache", 8, "v1-", "default"),
+    ):
+        connector, needs, environment = connectors[name]
+        yield _case(
+            f"{runner}connector-{name}" + (f"-{requests}" if not runner or requests == 1 else ""),
+            (V1 if runner else V2) | environment,
+            kv_transfer_config=connector,
+            enable_prefix_caching=True,
+            max_num_seqs=requests,
+            same_tokens=requests == 1,
+            needs=needs,
+            graphs=graphs,
+            **continued,
+        )
     # Loads before the forward, and exports in attention, which FULL graphs do not run. It stores a prompt when its
     # first chunk is computed, so that there must be no other.
-    yield from _both_modes(
-        _case(
-            "connector-example",
-            kv_transfer_config=_connector("ExampleConnector", shared_storage_path="{fresh}"),
-            max_num_seqs=8,
-            max_num_batched_tokens=1024,
-            graphs="piecewise",
-            use=again,
-        )
+    yield _case(
+        "connector-example",
+        kv_transfer_config=_connector("ExampleConnector", shared_storage_path="{fresh}"),
+        max_num_seqs=8,
+        max_num_batched_tokens=1024,
+        graphs="piecewise",
+        use=again,
     )
-    for name, requests, same_tokens in (
-        ("offloading-1", 1, True),
-        ("offloading", 8, False),
-        ("lmcache", 8, False),
-    ):
-        connector, needs, environment = connectors[name.removesuffix("-1")]
-        yield from _both_modes(
-            _case(
-                f"v1-connector-{name}",
-                V1 | environment,
-                kv_transfer_config=connector,
-                enable_prefix_caching=True,
-                max_num_seqs=requests,
-                same_tokens=same_tokens,
-                needs=needs,
-                **continued,
-            )
-        )
     # A hybrid model also stores and loads the states at the ends of blocks. Its blocks are larger.
-    yield from _both_modes(
-        _case(
-            "connector-simple-cpu-gdn",
-            **_GDN,
-            **_ALIGNED,
-            kv_transfer_config=_connector("SimpleCPUOffloadConnector", cpu_bytes_to_use=1 << 25),
-            max_num_seqs=1,
-            needs="cuda",
-            recurrent_groups=3,
-            expect={"kv_cache_groups": 4},
-            use={**again, **_AGAIN, "continued": True},
-        )
+    yield _case(
+        "connector-simple-cpu-gdn",
+        **_GDN | _ALIGNED,
+        kv_transfer_config=_connector("SimpleCPUOffloadConnector", cpu_bytes_to_use=1 << 25),
+        max_num_seqs=1,
+        needs="cuda",
+        recurrent_groups=3,
+        expect={"kv_cache_groups": 4},
+        use={**again, **_AGAIN, "continued": True},
     )
 
 
-CONNECTOR_CASES = list(_connectors())
+CONNECTOR_CASES = [each for case in _connectors() for each in (case, case.staged())]
 # What an exporter sees of every page, at each moment at which vLLM lets it look: without a transaction, and with one.
+_EXPORTS = _case(
+    "exports-cow",
+    graphs="piecewise",
+    kv_transfer_config=_connector("ExportConnector", "export_connector"),
+    use={"exports": True, "requests": 12, "max_tokens": 20},
+    share=0.0,  # of few tokens
+)
 EXPORT_CASES = [
-    replace(case, name=f"exports-{'vanilla' if case.nwor['mode'] == 'off' else case.nwor['mode']}")
-    for case in (
-        Case(
-            "exports",
-            _engine(graphs="piecewise", kv_transfer_config=_connector("ExportConnector", "export_connector")),
-            nwor={"mode": mode, "audit": True},
-            use={"exports": True, "requests": 12, "max_tokens": 20},
-            same_tokens=mode != "off",
-            expect={"cudagraph_mode": "PIECEWISE"},
-            more_blocks=NUM_SHADOW if mode == "stage" else 0,
-            share=0.0,  # of few tokens
-        )
-        for mode in ("off", "cow", "stage")
-    )
+    replace(_EXPORTS, name="exports-vanilla", nwor=OFF, same_tokens=False),
+    _EXPORTS,
+    _EXPORTS.staged(name="exports-stage"),
 ]
-WATCHED = Case("vanilla-watched", _engine(graphs="eager"), nwor={"mode": "off", "audit": True}, same_tokens=False)
+WATCHED = Case("vanilla-watched", _engine(graphs="eager"), nwor=OFF, same_tokens=False)
 
 
 @dataclass(frozen=True)
@@ -531,39 +504,28 @@ class Refusal:
     needs: str | None = None
 
 
-SILENT = _connector("SilentConnector", "export_connector")
+def _refused(
+    name: str, because: str, nwor: dict[str, Any] | None = None, environment: dict[str, str] = V2,
+    needs: str | None = None, **engine: Any,
+) -> Refusal:  # fmt: skip
+    return Refusal(f"refused-{name}", because, _engine(**engine), environment, nwor or {}, needs)
+
+
+SILENT = {"graphs": "eager", "kv_transfer_config": _connector("SilentConnector", "export_connector")}
 _SILENT = "KV connector SilentConnector: it does not declare when it reads the cache"
+_OFFLOADING = _connector("OffloadingConnector", cpu_bytes_to_use=1 << 25, offload_prompt_only=False)
 REFUSALS = [
-    Refusal("refused-connector", _SILENT, _engine(graphs="eager", kv_transfer_config=SILENT)),
-    Refusal(
-        "refused-int4",
-        "int4_per_token_head",
-        _engine("TRITON_ATTN", graphs="eager", kv_cache_dtype="int4_per_token_head"),
-    ),
-    Refusal("refused-connector-v1", _SILENT, _engine(graphs="eager", kv_transfer_config=SILENT), V1),
-    Refusal(
-        "refused-connector-hybrid",
-        "KV connector OffloadingConnector with a hybrid model: .*; use mode stage",
-        _engine(
-            **_GDN,
-            **_ALIGNED,
-            kv_transfer_config=_connector("OffloadingConnector", cpu_bytes_to_use=1 << 25, offload_prompt_only=False),
-        ),
-    ),
-    Refusal(
-        "refused-stage-flashinfer-eagle",
-        "the drafter attends with metadata that was made for the target's step",
-        _engine("FLASHINFER", method="eagle", graphs="eager"),
-        nwor={"mode": "stage"},
-        needs="flashinfer",
-    ),
-    Refusal(
-        "refused-stage-small-cache",
-        "mode stage withholds 16 blocks .* of the 30 that the cache has; of the 13 left a request of 256 tokens needs",
-        _engine(graphs="eager", num_gpu_blocks_override=30),
-        nwor={"mode": "stage"},
-    ),
-]
+    _refused("connector", _SILENT, **SILENT),
+    _refused("int4", "int4_per_token_head", backend="TRITON_ATTN", graphs="eager",
+             kv_cache_dtype="int4_per_token_head"),
+    _refused("connector-v1", _SILENT, environment=V1, **SILENT),
+    _refused("connector-hybrid", "KV connector OffloadingConnector with a hybrid model: .*; use mode stage",
+             **_GDN | _ALIGNED, kv_transfer_config=_OFFLOADING),
+    _refused("stage-flashinfer-eagle", "the drafter attends with metadata that was made for the target's step",
+             {"mode": "stage"}, needs="flashinfer", backend="FLASHINFER", method="eagle", graphs="eager"),
+    _refused("stage-small-cache", "mode stage withholds 16 blocks .* of the 30 that the cache has; of the 13 left a "
+             "request of 256 tokens needs", {"mode": "stage"}, graphs="eager", num_gpu_blocks_override=30),
+]  # fmt: skip
 
 
 # ---------------------------------------------------------------- graphs for a draft model
@@ -625,8 +587,8 @@ def _draft_graphs() -> Iterator[DraftCase]:
     for graphs in ("full", "full_decode_only"):
         mode = {"cudagraph_mode": graphs.upper()}
         yield _draft(graphs, compilation_config=mode, expect=mode)
-    yield from _behaving(_draft, "abort", "prefix-caching", nwor=GRAPHED_COW)
-    yield from _behaving(_draft, "preemption", "sleep", "not-async", "length-limit", "memory-profiling", "lora")
+    yield from _each(_draft, "", "abort", "prefix-caching", nwor=GRAPHED_COW)
+    yield from _each(_draft, "", "preemption", "sleep", "not-async", "length-limit", "memory-profiling", "lora")
     yield _draft("preemption-triton-cow", "TRITON_ATTN", nwor=GRAPHED_COW, **PREEMPTION)
     yield _draft("fp8", kv_cache_dtype="fp8")
     yield _draft("hybrid", model="@hybrid", nwor=GRAPHED_COW)
@@ -656,10 +618,7 @@ def _draft_graphs_v1() -> Iterator[DraftCase]:
         for method in ("draft_model", "eagle", "eagle3"):
             yield _draft_v1(f"{kind}-{method}", method, backend)
         # Attention and Gated DeltaNet layers. vLLM manages the states of the latter. A block is as long as a state.
-        yield _draft_v1(
-            f"{kind}-mtp", "mtp", backend, model="@qwen3_next_mtp", gdn_prefill_backend="triton", block_size=None,
-            worker_extension_cls="gpu_worker_hybrid.Worker", num_gpu_blocks_override=192,
-        )  # fmt: skip
+        yield _draft_v1(f"{kind}-mtp", "mtp", backend, model="@qwen3_next_mtp", **HYBRID_ENGINE)
     for method in ("draft_model", "eagle"):
         yield _draft_v1(f"flash-{method}-cow", method, nwor=GRAPHED_COW)
         yield _draft_v1(f"flash-{method}-stage", method, nwor=GRAPHED_STAGE)
@@ -674,38 +633,28 @@ def _draft_graphs_v1() -> Iterator[DraftCase]:
     yield _draft_v1("one-draft", "eagle", speculative_config={**EAGLE, "num_speculative_tokens": 1}, **ONE_DRAFT)
     yield _draft_v1("full_decode_only", "draft_model", compilation_config=FULL_DECODE_ONLY, expect=FULL_DECODE_ONLY)
     yield _draft_v1("abort", "eagle", nwor=GRAPHED_COW, **ABORT)
-    yield from _behaving(_draft_v1, "preemption", "sleep", "length-limit", method="draft_model")
-    yield from _behaving(_draft_v1, "prefix-caching", "memory-profiling", method="eagle")
+    yield from _each(_draft_v1, "", "preemption", "sleep", "length-limit", method="draft_model")
+    yield from _each(_draft_v1, "", "prefix-caching", "memory-profiling", method="eagle")
 
 
 DRAFT_CASES = [*_draft_graphs(), *_draft_graphs_v1()]
 # One token of each prompt is left after a load: the request has drafts in the step that loads its rows.
-LOAD_ERROR_CASES = list(
-    _both_modes(
-        _case(
-            "errors-connector",
-            kv_transfer_config=_connector("LoadingConnector", "loading_connector", shared_storage_path="{fresh}"),
-            max_num_seqs=8,
-            max_num_batched_tokens=1024,
-            graphs="piecewise",
-            use={
-                "faults": "loads",
-                "rounds": 2,
-                "requests": 12,
-                "drop_prefix_cache": True,
-                "prompt_tokens": [17, 33, 49],
-            },
-        )
-    )
+_LOADS = _case(
+    "errors-connector",
+    kv_transfer_config=_connector("LoadingConnector", "loading_connector", shared_storage_path="{fresh}"),
+    max_num_seqs=8,
+    max_num_batched_tokens=1024,
+    graphs="piecewise",
+    use={"faults": "loads", "rounds": 2, "requests": 12, "drop_prefix_cache": True, "prompt_tokens": [17, 33, 49]},
 )
+LOAD_ERROR_CASES = [_LOADS, _LOADS.staged()]
+_CANCEL = _case("errors-cancel-cow", use={"faults": "cancel"}, same_tokens=False)
 CANCEL_ERROR_CASES = [
-    _case("errors-cancel-cow", nwor=COW, use={"faults": "cancel"}, same_tokens=False),
-    replace(
-        _case("errors-cancel-stage", nwor=STAGE, use={"faults": "cancel"}, same_tokens=False), more_blocks=NUM_SHADOW
-    ),
-    _case("errors-cancel-v1", V1, nwor=COW, use={"faults": "cancel"}, same_tokens=False),
+    _CANCEL,
+    _CANCEL.staged(name="errors-cancel-stage"),
+    replace(_CANCEL, name="errors-cancel-v1", environment=V1),
 ]
-CAPTURE_ERROR_CASE = _case("errors-capture", nwor=COW, use={"faults": "capture"}, same_tokens=False)
+CAPTURE_ERROR_CASE = replace(_CANCEL, name="errors-capture", use={"faults": "capture"})
 ERROR_CASES = [
     _draft("errors", use={"faults": "continue"}),
     _draft("errors-cow", nwor=GRAPHED_COW, use={"faults": "continue"}),
@@ -715,9 +664,7 @@ ERROR_CASES = [
 
 
 def _refused_draft(name: str, because: str, environment: dict[str, str] = V2, **engine: Any) -> Refusal:
-    backend = engine.pop("backend", "FLASH_ATTN")
-    settings = _engine(backend, method=engine.pop("method", "draft_model"), graphs=engine.pop("graphs", "default"))
-    return Refusal(f"refused-draft-graphs-{name}", because, settings | engine, environment, GRAPHED)
+    return _refused(f"draft-graphs-{name}", because, GRAPHED, environment, **{"method": "draft_model"} | engine)
 
 
 DRAFT_REFUSALS = [
@@ -748,10 +695,6 @@ WARNED = Refusal("warned-connector", "not active", REFUSALS[0].engine, nwor={"on
 
 # ---------------------------------------------------------------- one recurrent state per request
 
-RECURRENT = {"mode": "off", "audit": True, "recurrent": True}
-RECURRENT_COW = {**COW, "recurrent": True}
-RECURRENT_STAGE = {**STAGE, "recurrent": True}
-RECURRENT_CHUNK = {**RECURRENT, "recurrent": "chunk"}
 # vLLM verifies windows of Qwen3-Next with its Triton kernel. For Qwen3.5 it uses its CUDA kernel, which includes the
 # norm, or Triton's if it is told so. Our kernel has the bits of the Triton kernel. The CUDA kernel adds in another
 # order, so the other of two close logits sometimes wins.
@@ -777,14 +720,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, str], int, dict[str, Any]]] = {
 }  # fmt: skip
 # FULL becomes FULL_AND_PIECEWISE with these layers.
 _GRAPHS = ("eager", "piecewise", "full_decode_only")
-_VARIANTS = BEHAVIOURS | {
-    "": {},
-    "cow": {"nwor": RECURRENT_COW},
-    "stage": {"nwor": RECURRENT_STAGE},
-    "float32": {"mamba_ssm_cache_dtype": "float32"},
-    "bfloat16": {"mamba_ssm_cache_dtype": "bfloat16"},
-    **{graphs: {"graphs": graphs} for graphs in _GRAPHS},
-}
 
 
 def _recurrent(name: str, shape: str = "next", nwor: Any = RECURRENT, **more: Any) -> Case:
@@ -792,25 +727,13 @@ def _recurrent(name: str, shape: str = "next", nwor: Any = RECURRENT, **more: An
     model, environment, may_differ, own = HYBRIDS[shape]
     more = own | more
     convolutions = more.pop("convolutions", 0)
-    settings = {
-        "method": "mtp",
-        "model": model,
-        "may_differ": may_differ,
-        "gdn_prefill_backend": "triton",
-        "worker_extension_cls": "gpu_worker_hybrid.Worker",
-        "block_size": None,
-        "num_gpu_blocks_override": 192,
-    } | more
+    settings = HYBRID_ENGINE | {"method": "mtp", "model": model, "may_differ": may_differ} | more
     # Layers of attention, a drafter's included; those of Gated DeltaNet are three, in groups of as many.
     attention = 1 if settings["method"] == "ngram" else 2
     groups = -(-3 // attention) + convolutions
     settings["expect"] = {"kv_cache_groups": groups + 1} | settings.get("expect", {})
     case = _case(f"one-state-{name}", environment, nwor=nwor, recurrent_groups=groups, **settings)
-    return replace(case, more_blocks=NUM_SHADOW) if nwor is RECURRENT_STAGE else case
-
-
-def _variants(name: str, *names: str, case: Callable[..., Case] = _recurrent, **more: Any) -> Iterator[Case]:
-    return _behaving(case, *names, prefix=name, table=_VARIANTS, **more)
+    return case.staged(name=case.name, nwor=nwor) if nwor is RECURRENT_STAGE else case
 
 
 def _recurrent_cases() -> Iterator[Case]:
@@ -821,61 +744,52 @@ def _recurrent_cases() -> Iterator[Case]:
     modes = ("", "cow", "stage")
     yield _recurrent("triton-mtp", "triton")
     for shape in ("next", "qwen3_5"):
-        yield from _variants(f"{shape}-mtp", *modes, shape=shape)
+        yield from _each(_recurrent, f"{shape}-mtp", *modes, shape=shape)
         yield _recurrent(f"{shape}-ngram", shape, method="ngram")
-        yield from _variants(shape, "float32", *_GRAPHS, shape=shape)
-    # Requests with a common beginning, of which the second round finds what the first has left; they decode over the
-    # ends of blocks.
-    aligned = {
-        "enable_prefix_caching": True,
-        "max_model_len": 320,
-        "max_num_batched_tokens": 192,
-        "num_gpu_blocks_override": 320,
-        "use": {"shared_prefix": 140, "rounds": 2, "requests": 12},
-        "expect": {"metric:prefix_cache_hits": 1},
-    }
-    yield from _variants("next-align", *modes, **aligned)
-    yield _recurrent("qwen3_5-align", "qwen3_5", **aligned)
+        yield from _each(_recurrent, shape, "float32", *_GRAPHS, shape=shape)
+    yield from _each(_recurrent, "next-align", *modes, **_PREFIXES)
+    yield _recurrent("qwen3_5-align", "qwen3_5", **_PREFIXES)
     # 32 prompts of more than 512 tokens, in chunks that fill the batch.
     long = {"max_model_len": 704, "max_num_seqs": 32, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 512}
-    yield _recurrent("next-prompts", use={"shared_prefix": 512, "requests": 32}, **long, **_VARIANTS["float32"])
+    yield _recurrent(
+        "next-prompts", use={"shared_prefix": 512, "requests": 32}, **long, mamba_ssm_cache_dtype="float32"
+    )
     # Vanilla runs fewer requests together, and preempts others. Another kernel then computes the decoded tokens of such
     # a request again, as a prompt.
     yield _recurrent("next-preemption", num_gpu_blocks_override=24, use={"max_tokens": 80}, may_differ=12,
                      expect={"metric:num_preemptions": 1})  # fmt: skip
-    yield from _variants("next", "abort", "not-async", "sleep", "memory-profiling")
+    yield from _each(_recurrent, "next", "abort", "not-async", "sleep", "memory-profiling")
     # Windows of nine tokens, which vLLM's CUDA kernel does not support.
     eight = {"speculative_config": MTP | {"num_speculative_tokens": 8}}
     yield _recurrent("qwen3_5-eight-drafts", "qwen3_5", **eight)
     yield _recurrent("moe", model="@qwen3_next_experts_mtp", needs=EXPERTS_LIBRARY)
     draft = {"speculative_config": DRAFT | {"model": "@draft_of_gdn"}}
-    yield from _variants("draft-model", "", "cow", **draft)
-    yield from _variants("kimi", "cow", "stage", *_GRAPHS, "abort", shape="kimi")
+    yield from _each(_recurrent, "draft-model", "", "cow", **draft)
+    yield from _each(_recurrent, "kimi", "cow", "stage", *_GRAPHS, "abort", shape="kimi")
     yield _recurrent("kimi-piecewise-cow", "kimi", RECURRENT_COW, graphs="piecewise")
     for backend, graphs in (("FLASH_ATTN_MLA", "default"), ("TRITON_MLA", "any")):
         yield _recurrent(f"kimi-{backend.lower()}", "kimi", backend=backend, graphs=graphs)
     # One head of 128 has blocks of 128 tokens, in either engine.
-    prefixes = aligned | {"max_model_len": 384, "use": {"shared_prefix": 220, "rounds": 2, "requests": 12}}
-    yield _recurrent("kimi-align", "kimi", model="@kimi_of_one_head", **prefixes)
+    longer = _PREFIXES | {"max_model_len": 384, "use": _AGAIN | {"shared_prefix": 220}}
+    yield _recurrent("kimi-align", "kimi", model="@kimi_of_one_head", **longer)
     # Five groups: three of KDA (a layer each), one of MLA and its indexer, one of the indexer's tails. The transaction
     # is off, because attention has its own kernels.
     five: dict[str, Any] = {"kv_cache_groups": 5, "sessions": []}
-    yield from _variants("glm", "", "eager", "bfloat16", "abort", shape="glm", expect=five)
+    yield from _each(_recurrent, "glm", "", "eager", "bfloat16", "abort", shape="glm", expect=five)
     # FlashKDA exports a state at the end of the first block of a prompt.
-    over_blocks = aligned | {"max_model_len": 1280, "max_num_batched_tokens": 1280}
-    over_blocks |= {"use": {"shared_prefix": 560, "rounds": 2, "requests": 12}}
-    yield _recurrent("glm-align", "glm", **over_blocks | {"expect": five | {"metric:prefix_cache_hits": 1}})
+    over_blocks = _PREFIXES | {"max_model_len": 1280, "max_num_batched_tokens": 1280, "expect": five | HITS}
+    yield _recurrent("glm-align", "glm", **over_blocks | {"use": _AGAIN | {"shared_prefix": 560}})
     for shape, count in (("qwen4", 2), ("alice", 2), ("bailing", 2), ("olmo", 3)):
-        yield from _variants(f"{shape}-ngram", *modes[:count], shape=shape)
-    yield from _variants("qwen4", "eager", "float32", "abort", shape="qwen4")
-    yield _recurrent("qwen4-align", "qwen4", **aligned)
-    yield from _variants("alice", "eager", shape="alice")
-    yield from _variants("bailing", *_GRAPHS, "abort", shape="bailing")
+        yield from _each(_recurrent, f"{shape}-ngram", *modes[:count], shape=shape)
+    yield from _each(_recurrent, "qwen4", "eager", "float32", "abort", shape="qwen4")
+    yield _recurrent("qwen4-align", "qwen4", **_PREFIXES)
+    yield from _each(_recurrent, "alice", "eager", shape="alice")
+    yield from _each(_recurrent, "bailing", *_GRAPHS, "abort", shape="bailing")
     # Blocks of 96 tokens.
-    yield from _variants(
-        "olmo-align", *modes, shape="olmo", **aligned | {"use": aligned["use"] | {"shared_prefix": 160}}
+    yield from _each(
+        _recurrent, "olmo-align", *modes, shape="olmo", **_PREFIXES | {"use": _AGAIN | {"shared_prefix": 160}}
     )
-    yield from _variants("olmo", "float32", *_GRAPHS, "temperature", "abort", shape="olmo")
+    yield from _each(_recurrent, "olmo", "float32", *_GRAPHS, "temperature", "abort", shape="olmo")
     yield _recurrent("olmo-draft-model", "olmo", method="mtp", **draft)
     yield _recurrent("olmo-repeated-keys", "olmo", model="@olmo_repeated")
     yield _recurrent("olmo-triton", "olmo", backend="TRITON_ATTN", graphs="any")
@@ -890,13 +804,13 @@ def _recurrent_cases() -> Iterator[Case]:
     text_only: dict[str, Any] = {"shape": "triton", "language_model_only": True, "needs": "torchvision"}
     yield _recurrent("multimodal", model="@gdn_mtp_multimodal", **text_only)
     minicpm_v = text_only | {"model": "@minicpm_v", "method": "ngram"}
-    yield from _variants("minicpm_v-ngram", "", "cow", **minicpm_v)
-    yield _recurrent("minicpm_v-align", **minicpm_v, **aligned)
+    yield from _each(_recurrent, "minicpm_v-ngram", "", "cow", **minicpm_v)
+    yield _recurrent("minicpm_v-align", **minicpm_v, **_PREFIXES)
     for model in ("interns2_preview", "interns2_mobius"):
         interns2 = text_only | {"model": f"@{model}", "trust_remote_code": True}
         interns2 |= {"needs": ("torchvision", EXPERTS_LIBRARY)}
-        yield from _variants(f"{model}-mtp", "", "cow", **interns2)
-        yield _recurrent(f"{model}-align", **interns2, **aligned)
+        yield from _each(_recurrent, f"{model}-mtp", "", "cow", **interns2)
+        yield _recurrent(f"{model}-align", **interns2, **_PREFIXES)
 
 
 # vLLM's own settings, except those that keep a tiny engine small. Prefix caching and warm-ups are on, and FlashInfer
@@ -912,16 +826,12 @@ DEFAULTS: dict[str, Any] = {
     "max_model_len": 640,
 }
 LONG_PROMPTS = {"shared_prefix": 352, "rounds": 2, "requests": 12}
+FLASHINFER_HITS = HITS | {"gdn_prefill_backends": ["flashinfer"]}
 
 
 def _defaults() -> Iterator[Case]:
     """Yield cases of one state per request in a default engine. ``-k one-state-default-`` selects them."""
-    expect = {
-        "gdn_prefill_backends": ["flashinfer"],
-        "metric:prefix_cache_hits": 1,
-        "audit:checkpoints": 6,
-        "audit:checkpoint_hits": 6,
-    }
+    expect = FLASHINFER_HITS | {"audit:checkpoints": 6, "audit:checkpoint_hits": 6}
     for shape, worker in (("next", "gpu_worker_hybrid.Worker"), ("qwen3_5", "")):  # the first has no experts
 
         def case(name: str, shape: str = shape, worker: str = worker, nwor: Any = RECURRENT, **more: Any) -> Case:
@@ -934,7 +844,7 @@ def _defaults() -> Iterator[Case]:
         yield case("-stage", nwor=RECURRENT_STAGE)
         # FlashInfer takes another kernel for few sequences. Here both engines have one in each batch.
         yield case("-one-by-one", max_num_seqs=1)
-        yield case("-abort", use={"abort": {10: [0, 2], 16: [5]}})
+        yield case("-abort", **ABORT)
         # As for `next-preemption`, vanilla vLLM preempts at other times.
         yield case("-preemption", num_gpu_blocks_override=40, use={"max_tokens": 80}, may_differ=24,
                    expect={"metric:num_preemptions": 1})  # fmt: skip
@@ -949,16 +859,8 @@ def _recurrent_connectors() -> Iterator[Case]:
 
     As with other connectors, tokens are compared only if one request runs at a time.
     """
-    again = {"shared_prefix": 140, "rounds": 2, "requests": 12, "drop_prefix_cache": True, "continued": True}
-    aligned = {
-        "enable_prefix_caching": True,
-        "max_model_len": 320,
-        "max_num_batched_tokens": 192,
-        "num_gpu_blocks_override": 320,
-        "max_num_seqs": 1,
-        "use": again,
-        "expect": {"metric:external_prefix_cache_hits": 1},
-    }
+    again = _AGAIN | {"drop_prefix_cache": True, "continued": True}
+    aligned = _ALIGNED | {"max_num_seqs": 1, "use": again, "expect": {"metric:external_prefix_cache_hits": 1}}
     host = {"cpu_bytes_to_use": 1 << 25}
     simple = aligned | {"kv_transfer_config": _connector("SimpleCPUOffloadConnector", **host), "needs": "cuda"}
     offloading = aligned | {"kv_transfer_config": _connector("OffloadingConnector", **host, offload_prompt_only=False)}
@@ -970,8 +872,7 @@ def _recurrent_connectors() -> Iterator[Case]:
     # Keys inside a block: the ends of prompts are stored too.
     yield _recurrent("connector-offloading-partial-hits", method="ngram", prefix_match_unit=16, **offloading)
     yield _recurrent("connector-simple-cpu-cow", nwor=RECURRENT_COW, method="ngram", **simple)
-    staged = _recurrent("connector-simple-cpu-stage", nwor=RECURRENT_STAGE, method="ngram", **simple)
-    yield replace(staged, more_blocks=2)  # of one request
+    yield _recurrent("connector-simple-cpu-stage", nwor=RECURRENT_STAGE, method="ngram", **simple)
     # A default engine, whose prompts FlashInfer runs: it writes states inside a prompt.
     default = DEFAULTS | {
         "kv_transfer_config": simple["kv_transfer_config"],
@@ -1047,17 +948,11 @@ def _without_drafts() -> Iterator[Case]:
         settings["expect"] = {"sessions": []} | settings.get("expect", {})
         return _recurrent(f"nodrafts-{name}", shape, **settings)
 
-    aligned = _ALIGNED | {"max_model_len": 320, "use": _AGAIN, "expect": {"metric:prefix_cache_hits": 1}}
     for shape in ("next", "qwen3_5"):
-        yield from _variants(shape, "", "float32", *_GRAPHS, "abort", case=case, shape=shape)
-        yield case(f"{shape}-align", shape, **aligned)
+        yield from _each(case, shape, "", "float32", *_GRAPHS, "abort", shape=shape)
+        yield case(f"{shape}-align", shape, **_PREFIXES)
         default = DEFAULTS | {"use": LONG_PROMPTS} | ({"worker_extension_cls": ""} if shape == "qwen3_5" else {})
-        default["expect"] = {
-            "gdn_prefill_backends": ["flashinfer"],
-            "metric:prefix_cache_hits": 1,
-            "audit:checkpoints": 1,
-            "audit:checkpoint_hits": 1,
-        }
+        default["expect"] = FLASHINFER_HITS | {"audit:checkpoints": 1, "audit:checkpoint_hits": 1}
         yield case(f"{shape}-default", shape, **default)
     # A request that vLLM preempts computes its output as a prompt, by another kernel.
     yield case("next-preemption", num_gpu_blocks_override=24, may_differ=12, use={"max_tokens": 120},
@@ -1079,12 +974,7 @@ def _chunks() -> Iterator[Case]:
         return _recurrent(f"chunk-{name}", shape, nwor, **settings)
 
     # Blocks of 176 tokens hold a page of this form.
-    aligned = _ALIGNED | {
-        "max_model_len": 384,
-        "use": _AGAIN | {"shared_prefix": 190},
-        "expect": {"metric:prefix_cache_hits": 1},
-        "may_differ": 16,
-    }
+    aligned = _PREFIXES | {"max_model_len": 384, "use": _AGAIN | {"shared_prefix": 190}, "may_differ": 16}
     for graphs in ("full", "eager", "piecewise"):
         yield case(f"next-{graphs}", **({} if graphs == "full" else {"graphs": graphs}))
     yield case("qwen3_5", "qwen3_5")
@@ -1095,12 +985,12 @@ def _chunks() -> Iterator[Case]:
     # Some of these requests decode over the end of their second block.
     longer = {"max_model_len": 512, "use": _AGAIN | {"shared_prefix": 310}}
     yield case("next-align", block_size=176, **aligned | longer)
-    yield case("next-abort", use={"abort": {10: [0, 2], 16: [5]}})
+    yield case("next-abort", **ABORT)
     yield case("next-preemption", num_gpu_blocks_override=20, use={"max_tokens": 190}, may_differ=16,
                expect={"metric:num_preemptions": 1})  # fmt: skip
-    default = {"expect": {"gdn_prefill_backends": ["flashinfer"], "metric:prefix_cache_hits": 1}, "may_differ": 16}
-    yield case("next-default", **DEFAULTS | {"use": LONG_PROMPTS} | default)
-    yield case("next-partial-hits", prefix_match_unit=64, **DEFAULTS | {"use": LONG_PROMPTS} | default)
+    default = DEFAULTS | {"use": LONG_PROMPTS, "expect": FLASHINFER_HITS, "may_differ": 16}
+    yield case("next-default", **default)
+    yield case("next-partial-hits", prefix_match_unit=64, **default)
     without: dict[str, Any] = {"method": "ngram", "speculative_config": None}
     yield case("nodrafts-next", **without, expect={"sessions": []})
     yield case("nodrafts-qwen3_5", "qwen3_5", **without, expect={"sessions": []})
@@ -1119,16 +1009,14 @@ STATE_ERROR_CASES = [
 STATE_ERROR_CASES.append(
     _recurrent(
         "errors-copies", nwor={"recurrent": True}, graphs="eager", same_tokens=False, **_ALIGNED,
-        max_model_len=320, use=_AGAIN | {"faults": "copies"},
+        use=_AGAIN | {"faults": "copies"},
     )
 )  # fmt: skip
 # vLLM's own K + 1 states, without FULL graphs: they call no Python, which the audit needs.
 VLLM_STATES_CASES = [
     _case(
         f"vllm-states-{shape}-{graphs}", HYBRIDS[shape][1], graphs=graphs, model=HYBRIDS[shape][0],
-        method="mtp", gdn_prefill_backend="triton", block_size=None, num_gpu_blocks_override=192,
-        nwor={"mode": "off", "audit": True}, same_tokens=False, recurrent_groups=2,
-        worker_extension_cls="gpu_worker_hybrid.Worker",
+        method="mtp", nwor=OFF, same_tokens=False, recurrent_groups=2, **HYBRID_ENGINE,
     )
     for shape in ("next", "qwen3_5", "triton")
     for graphs in ("eager", "piecewise")
@@ -1159,13 +1047,8 @@ RECURRENT_RANKS = [
 ]
 CHUNK = {"VLLM_NWOR_RECURRENT": "chunk"}
 RECURRENT_REFUSALS = [
-    Refusal(
-        f"refused-one-state-{name}",
-        because,
-        _engine(graphs="eager", **{"model": "@gdn_mtp", "gdn_prefill_backend": "triton", "block_size": None} | engine),
-        environment,
-        RECURRENT,
-    )
+    _refused(f"one-state-{name}", because, RECURRENT, environment,
+             **{"model": "@gdn_mtp", "graphs": "eager"} | TRITON_PREFILL | engine)
     for name, because, engine, environment in (
         ("v1", "model runner V1", {}, V1),
         ("mamba", "has not been tried, or its recurrent layers", {"model": "@mamba", "gdn_prefill_backend": None}, V2),
@@ -1197,9 +1080,7 @@ def _vocabulary(name: str, rows: int = ROWS, nwor: dict[str, Any] | None = None,
 
 def _vocabularies() -> Iterator[Case]:
     """Yield cases of the draft vocabulary. ``-k vocabulary-`` selects them."""
-    gdn = {"method": "mtp", "model": "@gdn_mtp", "gdn_prefill_backend": "triton",
-           "worker_extension_cls": "gpu_worker_hybrid.Worker", "block_size": None, "num_gpu_blocks_override": 192,
-           "may_differ": 6}  # fmt: skip
+    gdn = HYBRID_ENGINE | {"method": "mtp", "model": "@gdn_mtp", "may_differ": 6}
     random = {"draft_sample_method": "probabilistic"}
     for method in ("eagle", "draft_model"):
         yield _vocabulary(method, method=method)
@@ -1219,9 +1100,9 @@ def _vocabularies() -> Iterator[Case]:
     yield _vocabulary("adaptive", backend="TRITON_ATTN",
                       speculative_config=EAGLE | {"enable_adaptive_verification": True}, use=STEEP)  # fmt: skip
     yield _vocabulary("dynamic", speculative_config=EAGLE | DYNAMIC["v2"])
-    yield from _behaving(_vocabulary, "preemption", "prefix-caching", "chunked-prefill", "abort", "not-async",
+    yield from _each(_vocabulary, "", "preemption", "prefix-caching", "chunked-prefill", "abort", "not-async",
                          "memory-profiling")  # fmt: skip
-    yield from _behaving(_vocabulary, "lora", method="draft_model")
+    yield from _each(_vocabulary, "", "lora", method="draft_model")
     for level in (1, 2):
         yield _vocabulary(f"sleep-{level}", enable_sleep_mode=True, use={"rounds": 2, "sleep": level})
 
@@ -1229,16 +1110,10 @@ def _vocabularies() -> Iterator[Case]:
 VOCABULARY_CASES = list(_vocabularies())
 
 
-def _refused_vocabulary(name: str, because: str, environment: dict[str, str] = V2, **engine: Any) -> Refusal:
-    settings = _engine(method=engine.pop("method", "eagle")) | engine
-    nwor = {"mode": "off", "draft_vocabulary": ROWS}
-    return Refusal(f"refused-vocabulary-{name}", because, settings, environment, nwor)
-
-
+_FEW_ROWS = {"mode": "off", "draft_vocabulary": ROWS}
 VOCABULARY_REFUSALS = [
-    _refused_vocabulary("ngram_gpu", "is for MTP, EAGLE and draft models", method="ngram_gpu"),
-    _refused_vocabulary("v1", "model runner V1", V1),
-    _refused_vocabulary(
-        "quantized", "its output head is quantized", speculative_config=EAGLE | {"draft_lm_head_quantization": "fp8"}
-    ),
-]
+    _refused("vocabulary-ngram_gpu", "is for MTP, EAGLE and draft models", _FEW_ROWS, method="ngram_gpu"),
+    _refused("vocabulary-v1", "model runner V1", _FEW_ROWS, V1, method="eagle"),
+    _refused("vocabulary-quantized", "its output head is quantized", _FEW_ROWS,
+             speculative_config=EAGLE | {"draft_lm_head_quantization": "fp8"}),
+]  # fmt: skip

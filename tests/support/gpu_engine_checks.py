@@ -84,7 +84,7 @@ def assert_same_tokens(ours: dict[str, Any], vanilla: dict[str, Any] | None, may
         pytest.fail("; ".join(differ), pytrace=False)
 
 
-def _check_worker(case: Case, result: dict[str, Any], audit: dict[str, Any]) -> None:
+def check_worker(case: Case, result: dict[str, Any], audit: dict[str, Any]) -> None:
     """Check what the case expects of its worker. The metrics survive their errors, so only a count shows them."""
     [worker], counts = result["workers"], {"metric": result["metrics"], "audit": audit}
     assert worker["runner"] == case.runner
@@ -101,7 +101,7 @@ def _check_worker(case: Case, result: dict[str, Any], audit: dict[str, Any]) -> 
 def check_case(case: Case, result: dict[str, Any]) -> dict[str, Any]:
     """Check everything that is expected of a case except its tokens, and return its session."""
     session = session_of(result)
-    _check_worker(case, result, {})
+    check_worker(case, result, {})
     assert session["mode"] == case.nwor["mode"]
     check_audit(session, case.share)
     for counted in result["copied_rows"]:
@@ -120,7 +120,7 @@ def check_recurrent(case: Case, result: dict[str, Any], record: dict[str, Any]) 
     [state] = worker["recurrent"]
     audit: dict[str, Any] = state["audit"]
     record |= {"recurrent": state["describe"], **audit}
-    _check_worker(case, result, audit)
+    check_worker(case, result, audit)
     assert (result["replays"]["graph_replays"] > 0) == (worker["cudagraph_mode"] != "NONE")
 
     assert audit["states_compared"] > 0

@@ -5,7 +5,6 @@ A case needs as many GPUs as it has ranks, and is skipped if there are fewer.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +16,9 @@ from gpu_cases import (
     GRAPHED,
     GRAPHED_COW,
     NGRAM,
-    NUM_SHADOW,
     PLAIN_ALL_REDUCE,
     RECURRENT_RANKS,
     ROWS,
-    STAGE,
     V1,
     V2,
     Case,
@@ -47,33 +44,30 @@ def _ranks(speculation: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def _staged(case: Case) -> Case:
-    return replace(case, name=f"{case.name}-stage", nwor=STAGE, more_blocks=NUM_SHADOW)
+    return case.staged(name=f"{case.name}-stage")
 
 
-def _dp(name: str, environment: dict[str, str] = V2, ranks: int = 2, needs: str | None = None, **more: Any) -> Case:
-    engine = _ranks(NGRAM, **{DP: ranks}, distributed_executor_backend=None, **more)
-    return Case(name, engine, environment, nwor=COW, needs=needs)
+def _dp(name: str, environment: dict[str, str] = V2, ranks: int = 2, **more: Any) -> Case:
+    return Case(name, _ranks(NGRAM, **{DP: ranks}, distributed_executor_backend=None, **more), environment)
 
 
 # ---------------------------------------------------------------- the cases
 
 TENSOR = [
-    Case(f"tp2-{speculation['method']}-{runner}", _ranks(speculation, **{TP: 2}), environment, nwor=COW)
+    Case(f"tp2-{speculation['method']}-{runner}", _ranks(speculation, **{TP: 2}), environment)
     for speculation in (NGRAM, EAGLE)
     for runner, environment in RUNNERS
 ]
 TENSOR += [_staged(case) for case in TENSOR]
-TENSOR += [Case("tp4-eagle-v2", _ranks(EAGLE, **{TP: 4}), nwor=COW)]
-TENSOR += [_staged(TENSOR[-1])]
+FOUR = Case("tp4-eagle-v2", _ranks(EAGLE, **{TP: 4}))
+TENSOR += [FOUR, _staged(FOUR)]
 DATA = [_dp(f"dp2-dense-{runner}", environment) for runner, environment in RUNNERS]
 DATA += [_dp("dp4-dense-v2", ranks=4), _dp("tp2-dp2-dense-v2", **{TP: 2})]
 DATA += [_staged(case) for case in DATA]
 # Both "nodes" are this host. Code that vLLM compiled for a rank may name a GPU that has another number in the other
 # "node".
 NODE = V2 | {"VLLM_DISABLE_COMPILE_CACHE": "1"}
-NODES = [
-    Case("nodes2-tp2-v2", _ranks(NGRAM, **{TP: 2}), NODE, nwor=COW, use={"nodes": 2}),
-]
+NODES = [Case("nodes2-tp2-v2", _ranks(NGRAM, **{TP: 2}), NODE, use={"nodes": 2})]
 NODES += [_staged(NODES[0])]
 EVERY_GRAPH = {"cudagraph_capture_sizes": EVERY_COUNT, **PLAIN_ALL_REDUCE}
 DRAFT_ENGINE = _ranks(DRAFT, **{TP: 2}, compilation_config=EVERY_GRAPH)
@@ -81,12 +75,7 @@ DRAFT_RANKS = [
     Case("tp2-draft-graphs", DRAFT_ENGINE, nwor=GRAPHED),
     Case("tp2-draft-graphs-cow", DRAFT_ENGINE, nwor=GRAPHED_COW),
     Case("tp2-draft-graphs-v1", DRAFT_ENGINE, V1, nwor=GRAPHED),
-    Case(
-        "tp2-draft-graphs-v1-eagle",
-        _ranks(EAGLE, **{TP: 2}, compilation_config=EVERY_GRAPH),
-        V1,
-        nwor=GRAPHED,
-    ),
+    Case("tp2-draft-graphs-v1-eagle", _ranks(EAGLE, **{TP: 2}, compilation_config=EVERY_GRAPH), V1, nwor=GRAPHED),
 ]
 VOCABULARY_RANKS = [
     Case(

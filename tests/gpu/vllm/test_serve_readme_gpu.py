@@ -38,6 +38,7 @@ MODELS = {
     "recurrent": {"MODEL": "gdn_mtp"},
     "mode": {"MODEL": "llama"},
 }
+# The counter of each feature, which must grow.
 COUNTED = {"mode": "windows", "draft_vocabulary": "draft_vocabulary_tokens", "recurrent": "recurrent_steps",
            "draft_graphs": "draft_graph_replays"}  # fmt: skip
 # Blocks: one request of 512 tokens fits, eight do not.
@@ -66,6 +67,12 @@ def serve(command: Command, engines: Any, name: str, environment: dict[str, str]
         SERVER_ENVIRONMENT | environment,
         engines.logs / f"serve-{command.feature}-{name}.log",
     )
+
+
+def our_counters(metrics: dict[str, float]) -> dict[str, float]:
+    return {
+        name: value for name, value in metrics.items() if name.startswith("nwor_") and not name.endswith("_created")
+    }
 
 
 def test_each_command_has_a_model() -> None:
@@ -99,10 +106,7 @@ def test_audited(feature: str, servers: dict[tuple[str, str], Server], engines: 
     together = at_once(ours, asked + asked)
     assert ours.alive(), ours.log[-4000:]
     found = ours.metrics_at_rest()
-    record |= {
-        name: value for name, value in found.items() if name.startswith("nwor_") and not name.endswith("_created")
-    }
-    record |= {
+    record |= our_counters(found) | {
         "block_tokens": [vanilla.block_tokens(), ours.block_tokens()],
         "differ_alone": differing(alone, wanted),
         "differ_together": differing(together, wanted + wanted),
@@ -132,20 +136,14 @@ def test_readme_commands_exactly_as_written(feature: str, engines: Any, record: 
         answers = one_by_one(server, asked) + at_once(server, asked)
         assert all(len(tokens) == MAX_TOKENS for tokens in answers)
         found = server.metrics_at_rest()
-    record |= {
-        name: value for name, value in found.items() if name.startswith("nwor_") and not name.endswith("_created")
+    record |= our_counters(found) | {
+        "hits": found.get("vllm:prefix_cache_hits_total"),
+        "differ": differing(answers[: len(asked)], answers[len(asked) :]),
     }
-    record["hits"] = found.get("vllm:prefix_cache_hits_total")
-    record["differ"] = differing(answers[: len(asked)], answers[len(asked) :])
     assert found["vllm:spec_decode_num_accepted_tokens_total"] > 0
     assert found["vllm:prefix_cache_hits_total"] > 0
-    counted = {
-        "mode": "windows",
-        "draft_vocabulary": "draft_vocabulary_tokens",
-        "recurrent": "recurrent_steps",
-        "draft_graphs": "draft_graph_replays",
-    }[feature]
-    assert any(name.startswith(f"nwor_{counted}") and value > 0 for name, value in found.items()), sorted(record)
+    counted = f"nwor_{COUNTED[feature]}"
+    assert any(name.startswith(counted) and value > 0 for name, value in found.items()), sorted(record)
     if feature == "mode":
         # With async scheduling, a step may still run when its request ends: every answer, the short one of
         # `metrics_at_rest`, and the clients that hang up.
