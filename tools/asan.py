@@ -1,10 +1,11 @@
 """Run the tests of the ops with sanitizers: ``make test-asan``.
 
-    python tools/asan.py [undo accept ...] [-- options of pytest]     # default: all files of tests/ops
+    python tools/asan.py -n 4 tests/ops     # options of pytest, and tests
 
 AddressSanitizer and UndefinedBehaviorSanitizer watch the CPU kernels, in a second build (build/asan). They must be
 loaded before Python, so the tests run with LD_PRELOAD. Python's own allocator is off, so that each object is a separate
-block. The first error ends the process of its file. Tests that compile are left out: their code has no sanitizers.
+block. An error ends its process, which with ``-n`` fails one test. Tests that compile are left out: their code has no
+sanitizers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "asan"
 # A report goes to the standard error of a process that then ends: pytest must not hold it back.
-PYTEST = ("-q", "--device=cpu", "--capture=sys")
-NO_TESTS = 5  # pytest's exit status if options like -k leave no test of a file
+PYTEST = ("-q", "--device=cpu", "--capture=sys", "--ignore=tests/ops/test_compile.py")
 # Run first: check that the library is instrumented and that a bad read is reported.
 BAD_READ = (
     "import ctypes, torch, nwor_ops; tensor = torch.zeros(100); ctypes.string_at(tensor.data_ptr(), tensor.nbytes + 64)"
@@ -55,25 +55,7 @@ def problem_of_the_build(variables: dict[str, str]) -> str:
     return ""
 
 
-def run_tests(files: list[pathlib.Path], options: list[str], variables: dict[str, str]) -> list[str]:
-    """Run each file in its own process. Return a line for each file that failed."""
-    # The script and not `python -m`, which would put this folder, and its library, before PYTHONPATH.
-    pytest = str(pathlib.Path(sys.executable).parent / "pytest")
-    failed = []
-    for path in files:
-        print(f"== {path.stem}", flush=True)
-        status = subprocess.run([pytest, str(path), *PYTEST, *options], env=variables, check=False).returncode
-        failed += [f"{path.stem}: exit status {status}"] * (status not in (0, NO_TESTS))
-    return failed
-
-
 def main() -> int:
-    words = sys.argv[1:]
-    end = words.index("--") if "--" in words else len(words)
-    names, options = words[:end], words[end + 1 :]
-    files = [path for path in sorted((ROOT / "tests" / "ops").glob("test_*.py")) if path.stem != "test_compile"]
-    if unknown := set(names) - {path.stem.removeprefix("test_") for path in files}:
-        sys.exit(f"test-asan: no tests for {', '.join(sorted(unknown))}")
     os.chdir(ROOT)
     build = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(FOLDER / "lib")]
     build += ["--build-temp", str(FOLDER / "temp")]
@@ -81,10 +63,9 @@ def main() -> int:
     variables = environment()
     if problem := problem_of_the_build(variables):
         sys.exit(f"test-asan: {problem}")
-    chosen = [path for path in files if not names or path.stem.removeprefix("test_") in names]
-    failed = run_tests(chosen, options, variables)
-    print(f"test-asan: {'; '.join(failed) or 'all files passed'}")
-    return bool(failed)
+    # The script and not `python -m`, which would put this folder, and its library, before PYTHONPATH.
+    pytest = str(pathlib.Path(sys.executable).parent / "pytest")
+    return subprocess.run([pytest, *PYTEST, *sys.argv[1:]], env=variables, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ architecture.
 2. The wheel of the OLDEST version is installed under every version. Both libraries are loaded, and the CPU tests that
 need only torch run against it.
 
-A CUDA build of torch is installed without NVIDIA's packages, and tools/cuda_stubs.py makes it importable. No GPU is
-used: the CUDA library is compiled, linked and loaded, and the GPU tests check its results. The results are printed as
-the table of docs/compatibility.md. Exits with 1 if anything failed.
+No GPU is used: a CUDA build of torch loads the CUDA library, and the GPU tests check its results. ``2.15.0+cpu`` is a
+version too. The results are printed as the table of docs/compatibility.md. Exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ import shutil
 import subprocess
 import sys
 
-from cuda_stubs import write_stubs
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -30,9 +27,8 @@ else:
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VERSIONS: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["nwor_ops"]["torch-matrix"]
-# Dependencies of torch except NVIDIA's packages and triton, which CPU code does not need, and those of the build.
-NEEDED = ["filelock", "fsspec", "jinja2", "networkx", "ninja", "setuptools>=77,<82", "sympy>=1.13.3",
-          "typing-extensions>=4.13", "numpy", "pytest", "pytest-xdist", "hypothesis", "expecttest"]  # fmt: skip
+# What the build and the tests need in addition to torch.
+NEEDED = ["ninja", "setuptools>=77,<82", "numpy", "pytest", "pytest-xdist", "hypothesis", "expecttest"]
 # tests/gpu and tests/vllm need a GPU and vLLM. The other folders test the checkout itself, or need the demo's packages.
 NOT_HERE = ["tests/gpu", "tests/vllm", "tests/dist", "tests/package"]
 ARCHITECTURE = "9.0"
@@ -55,28 +51,20 @@ class Environment:
         """
         print("$ python", *words, flush=True)
         found = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        libraries = f"{self.folder / 'stubs'}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
-        found |= {"LD_LIBRARY_PATH": libraries, "PYTHONNOUSERSITE": "1"} | variables
+        found |= {"PYTHONNOUSERSITE": "1"} | variables
         done = subprocess.run([self.python, *words], cwd=cwd, env=found, text=True, stdout=subprocess.PIPE)
         print(done.stdout[-4000:], flush=True)
         done.check_returncode()
         return done.stdout
 
-    def make(self, wheels: pathlib.Path) -> None:
+    def make(self) -> None:
         """Create the environment, unless an earlier run has."""
         finished = self.folder / ".finished"
         if finished.exists() and finished.read_text() == str(NEEDED):
             return
-        pattern = f"torch-{self.version}[-+]*cp{sys.version_info.major}{sys.version_info.minor}-*.whl"
-        if not list(wheels.glob(pattern)):
-            index = ["--extra-index-url", url] if (url := os.environ.get("TORCH_INDEX")) else []
-            download = ["-m", "pip", "download", "--no-deps", *index, "--dest", str(wheels), f"torch=={self.version}"]
-            subprocess.run([sys.executable, *download], check=True)
+        index = ["--extra-index-url", url] if (url := os.environ.get("TORCH_INDEX")) else []
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(self.folder)], check=True)
-        self.run("-m", "pip", "-q", "install", "--no-deps", str(sorted(wheels.glob(pattern))[0]))
-        self.run("-m", "pip", "-q", "install", *NEEDED)
-        packages = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-        print(write_stubs(pathlib.Path(packages) / "torch" / "lib", self.folder / "stubs"), "stub libraries")
+        self.run("-m", "pip", "-q", "install", *index, f"torch=={self.version}", *NEEDED)
         self.run("-c", "import torch; print(torch.__version__)")
         finished.write_text(str(NEEDED))
 
@@ -115,16 +103,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", help=f"default: {' '.join(VERSIONS)}")
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build" / "matrix", help="environments")
-    parser.add_argument("--wheels", type=pathlib.Path, default=ROOT / "build" / "matrix" / "wheels",
-                        help="folder of torch's wheels, also for downloads")  # fmt: skip
     options = parser.parse_args()
-    folder, wheels, cuda = options.folder.resolve(), options.wheels.resolve(), has_nvcc()
+    folder, cuda = options.folder.resolve(), has_nvcc()
     versions = sorted(options.versions or VERSIONS, key=lambda version: [*map(int, re.findall(r"\d+", version))])
     rows, oldest, failed = [], None, False
     for version in versions:
         environment, cells = Environment(folder, version), ["failed"] * 3
         try:
-            environment.make(wheels)
+            environment.make()
             wheel = environment.build(cuda)
             cells[0] = "CPU and CUDA built" if cuda else "CPU built"
             oldest = oldest or wheel

@@ -49,8 +49,7 @@ class Fresh(Environment):
 
     def __init__(self, version: str):
         super().__init__(ROOT / "build" / "packages", version)
-        wheels = Path(os.environ.get("MATRIX_WHEELS") or ROOT / "build" / "matrix" / "wheels")
-        self.make(wheels.resolve())
+        self.make()
         self.pip("uninstall", "--yes", "nwor_ops", *CLI)
 
     def pip(self, *words: object, **variables: str) -> None:
@@ -59,7 +58,7 @@ class Fresh(Environment):
     def doctor(self, *options: str) -> list[subprocess.CompletedProcess[str]]:
         """Run the command in both ways, outside the checkout."""
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        variables |= {"LD_LIBRARY_PATH": str(self.folder / "stubs"), "COLUMNS": "200", "TERM": "dumb"}
+        variables |= {"COLUMNS": "200", "TERM": "dumb"}
         commands = (self.folder / "bin" / "nwor-ops",), (self.python, "-m", "nwor_ops")
         return [run(*command, "doctor", *options, env=variables, cwd=self.folder) for command in commands]
 
@@ -99,10 +98,9 @@ def test_wheel_with_the_usual_torch(usual: Fresh) -> None:
 
 
 def test_wheel_with_the_newest_torch(newest: Fresh) -> None:
-    """Without pip's resolver, which would bring NVIDIA's packages."""
-    newest.pip("install", "--no-deps", WHEEL)
+    newest.pip("install", WHEEL)
     newest.says_what_is_missing()
-    newest.pip("install", *CLI)
+    newest.pip("install", f"{WHEEL}[cli]")
     newest.works()
 
 

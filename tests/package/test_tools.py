@@ -1,5 +1,4 @@
-"""Test the tools that the Makefile runs: stub libraries for a CUDA build of torch, links for an older glibc, runs with
-sanitizers."""
+"""Test the tools that the Makefile runs: links for an older glibc, and runs with sanitizers."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import ctypes
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import asan
@@ -16,42 +14,10 @@ import pytest
 from older_glibc import link_flags
 from processes import ROOT
 
-TOOLS = ROOT / "tools"
-
 
 def build(source: str, *flags: str, folder: Path) -> None:
     command = ["g++", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", *flags]
     subprocess.run(command, input=source, text=True, cwd=folder, check=True)
-
-
-@pytest.fixture
-def library_without_its_neighbour(tmp_path: Path) -> Path:
-    """Create lib/libneeds.so, which calls cudaSomething of the missing libabsent.so.1, with a version."""
-    folder = tmp_path / "lib"
-    folder.mkdir()
-    (tmp_path / "versions").write_text("libabsent.so.1 { cudaSomething; };")
-    build("int cudaSomething(void) { return 0; }", "-Wl,-soname,libabsent.so.1",
-          f"-Wl,--version-script={tmp_path / 'versions'}", "-o", "libabsent.so.1", folder=tmp_path)  # fmt: skip
-    source = (
-        "int cudaSomething(void); double sqrt(double); int ask(void) { return cudaSomething() + (sqrt(4.0) > 3.0); }"
-    )
-    build(source, "-o", "lib/libneeds.so", "-L.", "-l:libabsent.so.1", "-lm", folder=tmp_path)
-    (tmp_path / "libabsent.so.1").unlink()
-    return folder
-
-
-def test_stubs_replace_missing_libraries(library_without_its_neighbour: Path, tmp_path: Path) -> None:
-    library = library_without_its_neighbour / "libneeds.so"
-    with pytest.raises(OSError, match=r"libabsent\.so\.1"):
-        ctypes.CDLL(str(library))
-    stubs = tmp_path / "stubs"
-    command = [sys.executable, str(TOOLS / "cuda_stubs.py"), str(library.parent), str(stubs)]
-    subprocess.run(command, check=True)
-    assert {path.name for path in stubs.glob("*.so*")} == {"libabsent.so.1", "libcuda_stubs.so"}
-    ask = f"import ctypes, os; print(ctypes.CDLL({str(library)!r}, os.RTLD_NOW).ask(ctypes.c_double(4.0)))"
-    done = subprocess.run([sys.executable, "-c", ask], env=os.environ | {"LD_LIBRARY_PATH": str(stubs)},
-                          capture_output=True, text=True, check=False)  # fmt: skip
-    assert done.stdout.strip() == "100", done.stderr
 
 
 # ---------------------------------------------------------------- older_glibc
@@ -105,16 +71,6 @@ def test_width_of_the_compiler_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # ---------------------------------------------------------------- tools/asan.py
-
-
-def test_asan_names_files_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(asan, "PYTEST", ("-q", "-p", "no:cacheprovider"))
-    bodies = {"test_ends": "import os; os._exit(99)", "test_good": "pass", "test_bad": "assert False"}
-    for name, body in bodies.items():
-        (tmp_path / f"{name}.py").write_text(f"def test_it():\n    {body}\n")
-    failed = asan.run_tests([tmp_path / f"{name}.py" for name in bodies], [], dict(os.environ))
-    assert failed == ["test_ends: exit status 99", "test_bad: exit status 1"]
 
 
 def test_library_without_sanitizers_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
