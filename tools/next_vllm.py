@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import collections
 import difflib
 import functools
 import importlib
@@ -33,6 +32,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLUGIN = ROOT / "nwor_ops" / "vllm"
 DOWNLOADS = ROOT / "build" / "next-vllm"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+Name = tuple[str, str]  # a module of vLLM, and a name there
 
 
 # ---------------------------------------------------------------- vLLM's side: definitions in a tree of sources
@@ -178,25 +178,12 @@ def code(found: list[ast.stmt]) -> str:
 # ---------------------------------------------------------------- our side: what the plugin uses
 
 
-@dataclass(frozen=True)
-class Use:
-    """A vLLM name that the plugin needs. ``why`` is "hook", or the file that imports it. ``expected`` are the
-    parameters that a hook expects; None for the others."""
-
-    module: str
-    name: str
-    why: str
-    expected: str | None = None
-
-
-def hooks() -> Iterator[Use]:
-    """Yield every hook in a module of the plugin that does not need vLLM."""
+def hooks() -> list[Hook]:
+    """Return every hook in a module of the plugin that does not need vLLM."""
     for name in ("plugin", "check"):
         importlib.import_module(f"nwor_ops.vllm.{name}")
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith("nwor_ops.vllm"):
-            for hook in _hooks_in(list(vars(module).values())):
-                yield Use(hook.module, hook.name, "hook", hook.signature)
+    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("nwor_ops.vllm")]
+    return [hook for module in modules for hook in _hooks_in(list(vars(module).values()))]
 
 
 def _hooks_in(value: object) -> Iterator[Hook]:
@@ -213,24 +200,24 @@ def _hooks_in(value: object) -> Iterator[Hook]:
         yield from _hooks_in(value.hooks)  # type: ignore[attr-defined]
 
 
-def imports(sources: Sources) -> Iterator[Use]:
+def imports(sources: Sources) -> Iterator[Name]:
     """Yield what files of the plugin import from vLLM, with functions of modules and methods that they name."""
-    for path in sorted(PLUGIN.rglob("*.py")):
-        why, tree = f"import, {path.relative_to(PLUGIN)}", ast.parse(path.read_text())
+    for path in PLUGIN.rglob("*.py"):
+        tree = ast.parse(path.read_text())
         named = {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute)}
         named |= {one.name for one in ast.walk(tree) if isinstance(one, FUNCTIONS)}
         for module, name in _imported_names(tree):
             if (other := sources.tree(f"{module}.{name}")) is not None:
                 defined = {one.name for one in other.body if isinstance(one, (*FUNCTIONS, ast.ClassDef))}
-                yield from (Use(f"{module}.{name}", one, why) for one in sorted(defined & named))
+                yield from ((f"{module}.{name}", one) for one in defined & named)
             else:
-                yield Use(module, name, why)
-                for method in sorted(named):
+                yield module, name
+                for method in named:
                     if any(isinstance(one, FUNCTIONS) for one in sources.find(module, f"{name}.{method}")):
-                        yield Use(module, f"{name}.{method}", why)
+                        yield module, f"{name}.{method}"
 
 
-def _imported_names(tree: ast.Module) -> set[tuple[str, str]]:
+def _imported_names(tree: ast.Module) -> set[Name]:
     """Return the module and the name there of everything that a file imports from vLLM."""
     handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
     older = {inner for handler in handlers for inner in ast.walk(handler)}  # for a vLLM that lacks the first import
@@ -247,70 +234,54 @@ def _imported_names(tree: ast.Module) -> set[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Change:
-    """A difference of one name between two vLLMs, its kind and the changed code. ``use.why`` has all uses."""
+    """A difference of one name between two vLLMs, and the changed code."""
 
-    use: Use
     what: str
     diff: str = ""
 
 
-def uses(sources: Sources) -> list[Use]:
-    """Return what the plugin uses, in the order of modules in vLLM. ``why`` has all uses of a name."""
-    found: dict[tuple[str, str], list[Use]] = collections.defaultdict(list)
-    for use in (*hooks(), *imports(sources)):
-        found[use.module, use.name].append(use)
-    return [
-        Use(
-            *name,
-            "; ".join(dict.fromkeys(use.why for use in one)),
-            next((use.expected for use in one if use.expected is not None), None),
-        )
-        for name, one in sorted(found.items())
-    ]
+def uses(sources: Sources) -> dict[Name, str | None]:
+    """Return the names that the plugin uses, in the order of modules, with the parameters that a hook expects."""
+    expected: dict[Name, str | None] = dict.fromkeys(imports(sources))
+    expected |= {(hook.module, hook.name): hook.signature for hook in hooks()}
+    return dict(sorted(expected.items()))
 
 
-def compare(base: Sources, new: Sources, names: Iterable[Use]) -> list[Change]:
-    """Return the differences of names between two vLLMs."""
-    changes = (_change(base.find(use.module, use.name), new.find(use.module, use.name), use) for use in names)
-    return [change for change in changes if change is not None]
-
-
-def _change(old: list[ast.stmt], now: list[ast.stmt], use: Use) -> Change | None:
+def change_of(old: list[ast.stmt], now: list[ast.stmt], expected: str | None = None) -> Change | None:
+    """Return the difference between the definitions of a name in two vLLMs."""
     if not now:
-        return Change(use, "gone" if old else "in neither version: look by hand")
+        return Change("gone" if old else "in neither version: look by hand")
     before, after = parameters(old), parameters(now)
     problem = ""
-    if after and use.expected is not None and use.expected not in after:
+    if after and expected is not None and expected not in after:
         problem = f"; the hook does not fit: it takes ({'), or ('.join(after)})"
     if not old:
-        return Change(use, f"new{problem}")
+        return Change(f"new{problem}")
     codes = code(old), code(now)
     if codes[0] == codes[1]:
-        return Change(use, problem.lstrip("; ")) if problem else None
+        return Change(problem.lstrip("; ")) if problem else None
     lines = [text.splitlines(keepends=True) for text in codes]
-    diff = "".join(difflib.unified_diff(lines[0], lines[1], f"base/{use.module}", f"new/{use.module}"))
+    diff = "".join(difflib.unified_diff(*lines, "base", "new"))
     if before == after:
-        return Change(use, f"body{problem}", diff)
+        return Change(f"body{problem}", diff)
     removed, added = (
         sorted({*", ".join(some).split(", ")} - {*", ".join(others).split(", ")})
         for some, others in ((before, after), (after, before))
     )
-    return Change(use, f"parameters: without {removed}, with {added}{problem}", diff)
+    return Change(f"parameters: without {removed}, with {added}{problem}", diff)
 
 
 def report(base: Sources, new: Sources, with_diffs: bool = False) -> str:
     """Return the report in Markdown."""
     names = uses(base)
-    changes = compare(base, new, names)
-    lines = [
-        f"vLLM {base.version} -> {new.version}: {len(changes)} of {len(names)} names that the plugin uses differ.",
-        "",
-    ]
+    compared = {name: change_of(base.find(*name), new.find(*name), expected) for name, expected in names.items()}
+    changes = {".".join(name): change for name, change in compared.items() if change is not None}
+    lines = [f"vLLM {base.version} -> {new.version}: {len(changes)} of {len(names)} names that the plugin uses differ."]
     if changes:
-        lines += ["| vLLM | used as | difference |", "|---|---|---|"]
-        lines += [f"| `{one.use.module}.{one.use.name}` | {one.use.why} | {one.what} |" for one in changes]
+        lines += ["", "| vLLM | difference |", "|---|---|"]
+        lines += [f"| `{name}` | {change.what} |" for name, change in changes.items()]
     if with_diffs:
-        lines += ["", *(f"```diff\n{one.diff}```" for one in changes if one.diff)]
+        lines += ["", *(f"`{name}`\n```diff\n{change.diff}```" for name, change in changes.items() if change.diff)]
     return "\n".join(lines) + "\n"
 
 
