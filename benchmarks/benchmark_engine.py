@@ -65,21 +65,13 @@ class TimedEngine:
         return answer
 
     def versions(self) -> dict[str, Any]:
-        import torch
-        import vllm
-
-        return {
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "start_seconds": self._start_seconds,
-            "runner": self._llm.collective_rpc(runner_module)[0],
-            **self._plugin(),
-        }
+        runner = self._llm.collective_rpc(runner_module)[0]
+        return {"start_seconds": self._start_seconds, "runner": runner, **self._plugin()}
 
     def run(self, requests: int, seed: int = 0) -> dict[str, Any]:
         """Run all requests concurrently to their ends. In the V2 runner, the first request's seed decides what is
         accepted."""
-        counted, before = self._counted(), self._plugin()
+        counted, replays = self._counted(), self._replays()
         engine = self._llm.llm_engine
         gc.collect()  # not during a run, which takes a second
         # An engine core in a separate process starts when the first request is added.
@@ -92,15 +84,13 @@ class TimedEngine:
                 most_running = max(most_running, int(self._metrics().get("vllm:num_requests_running", 0)))
             tokens += sum(len(output.outputs[0].token_ids) for output in outputs if output.finished)
         seconds = time.perf_counter() - start
-        plugin = self._plugin()
         drafts, accepted = (self._counted()[name] - counted[name] for name in counted)
         return {
             "seconds": seconds,
             "tokens": tokens,
             "acceptance_length": 1 + accepted / drafts if drafts else None,
             "most_running": most_running,
-            **plugin,
-            "draft_graph_replays": _replays(plugin) - _replays(before),
+            "draft_graph_replays": self._replays() - replays,
         }
 
     def ttft(self, requests: int, prefix: int, suffix: int, at_once: int, seed: int) -> dict[str, Any]:
@@ -221,14 +211,13 @@ class TimedEngine:
     def _metrics(self) -> dict[str, float]:
         return {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
 
+    def _replays(self) -> int:
+        """Return the number of replays of a draft model's loop."""
+        return sum(report["replays"]["decode"] for report in self._plugin()["draft_graphs"])
+
     def _plugin(self) -> dict[str, Any]:
         worker, *_ = self._llm.collective_rpc(describe_plugin)  # all ranks give the same answer
         return worker
-
-
-def _replays(plugin: dict[str, Any]) -> int:
-    """Return the number of replays of a draft model's loop."""
-    return sum(report["replays"]["decode"] for report in plugin["draft_graphs"])
 
 
 def _tokens_so_far(outputs: list[Any], requests: int) -> int:

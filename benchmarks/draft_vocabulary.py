@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from results import Row, asked_folder, row, save, this_machine
+from results import Row, new_parser, row, save, this_machine
 from torch import Tensor
 from transaction_kernels import alternating_on_gpu, captured
 
@@ -33,7 +33,7 @@ TARGETS = {"update/16": 12.0, "update/16+8192": 25.0}
 
 
 def main() -> None:
-    folder = asked_folder(__doc__)
+    folder = new_parser(__doc__).parse_args().folder
     torch.manual_seed(0)
     with torch.inference_mode():
         head = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device=DEVICE)

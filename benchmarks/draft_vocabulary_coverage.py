@@ -27,7 +27,7 @@ from importlib.util import find_spec
 
 import tiktoken
 import torch
-from results import Row, asked_folder, row, save
+from results import Row, new_parser, row, save
 
 from nwor_ops import DraftVocabulary
 
@@ -36,7 +36,7 @@ LANGUAGES = ("zh_CN", "de", "ja", "ru")
 
 
 def main() -> None:
-    folder, encoding = asked_folder(__doc__), tekken()
+    folder, encoding = new_parser(__doc__).parse_args().folder, tekken()
     documents = {name: split(encoding, texts) for name, texts in texts_of_this_machine().items()}
     cases = {"code": ["python", "c"], "prose": ["prose"], "chinese": ["zh_CN"], "mixed": list(documents)}
     rows: list[Row] = []

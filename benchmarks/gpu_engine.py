@@ -73,7 +73,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
-from results import FOLDER, Row, ratios, row, show, this_machine, write
+from results import Row, new_parser, ratios, row, show, this_machine, write
 
 from nwor_ops.config import SUGGESTED_ROWS
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
@@ -94,6 +94,7 @@ RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.mo
 
 # ---------------------------------------------------------------- models
 
+# Fields that are not here have the defaults of the classes in transformers.
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -105,12 +106,8 @@ LLAMA_8B: dict[str, Any] = {
     "head_dim": 128,
     "vocab_size": 128256,
     "max_position_embeddings": 8192,
-    "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
     "bos_token_id": 0,
     "eos_token_id": 0,
     "torch_dtype": "bfloat16",
@@ -137,16 +134,11 @@ QWEN_9B: dict[str, Any] = {
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
     "mamba_ssm_dtype": "float32",
     "mtp_num_hidden_layers": 1,
     "vocab_size": 248320,
     "max_position_embeddings": 262144,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
-    "tie_word_embeddings": False,
-    "attention_bias": False,
     "bos_token_id": 0,
     "eos_token_id": 0,
     "torch_dtype": "bfloat16",
@@ -549,10 +541,9 @@ class Run:
 # ---------------------------------------------------------------- the command
 
 
-def new_parser(description: str | None) -> argparse.ArgumentParser:
+def engine_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of all scripts with engines on a GPU."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
+    parser = new_parser(description)
     parser.add_argument("--logs", type=pathlib.Path, help="where logs, answers and what vLLM compiles go")
     parser.add_argument("--small", action="store_true", help="try this script with tiny models on a CPU; saves nothing")
     parser.add_argument("--requests", nargs="+", type=int, help="numbers of requests at the same time")
@@ -579,7 +570,7 @@ def exit_status(problems: Sequence[str]) -> int:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+    parser = engine_parser(__doc__)
     parser.add_argument("--model", choices=list(MODELS), default="hybrid")
     parser.add_argument("--sides", nargs="+", default=[], help="the engines; the first one stays on the GPU")
     parser.add_argument("--over", nargs="+", help="sides that others are compared with, in this order")

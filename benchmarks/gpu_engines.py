@@ -10,7 +10,6 @@ others stay. It takes about 90 minutes on 16 cores. If it is stopped early (cont
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pathlib
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 
-from results import FOLDER, circumstances, read, this_machine, write_entries
+from results import FOLDER, circumstances, new_parser, read, this_machine, write_entries
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -27,11 +26,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def main() -> int:
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
-    parser.add_argument(
-        "--resume", action="store_true", help="run only the cases that have not passed with this torch and vLLM"
-    )
+    parser = new_parser(__doc__)
+    parser.add_argument("--resume", action="store_true", help="skip cases that passed with this torch and vLLM")
     options, more = parser.parse_args(arguments[:cut]), arguments[cut + 1 :]
     with tempfile.TemporaryDirectory() as scratch:
         logs = pathlib.Path(os.environ.get("NWOR_TEST_LOGS") or scratch)

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from results import Row, asked_folder, row, save, this_machine
+from results import Row, new_parser, row, save, this_machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -84,7 +84,7 @@ def sanitizer_errors(tool: str, file: pathlib.Path) -> int:
 
 
 def main() -> None:
-    folder = asked_folder(__doc__)
+    folder = new_parser(__doc__).parse_args().folder
     sanitized = sanitized_files()
     # Each keeps one processor busy, but hardly the GPU.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

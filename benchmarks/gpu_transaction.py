@@ -29,7 +29,7 @@ from itertools import chain, product
 from operator import itemgetter
 from typing import Any
 
-from gpu_engine import MODELS, SMALL, exit_status, job_of, launch, log_folder, new_parser, side_of, visitor
+from gpu_engine import MODELS, SMALL, engine_parser, exit_status, job_of, launch, log_folder, side_of, visitor
 from results import Row, row, show, this_machine, write
 
 from nwor_ops.testing.engine_process import NCCL_ALONE, EngineFailed, EngineProcess, close_all
@@ -40,7 +40,7 @@ ACCEPTANCE_DIFFERENCE = 0.05
 
 
 def main() -> int:
-    parser = new_parser(__doc__)
+    parser = engine_parser(__doc__)
     parser.add_argument("--modes", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--model", choices=("llama", "hybrid"), default="llama")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of tensor parallelism")

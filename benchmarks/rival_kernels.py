@@ -21,9 +21,7 @@ on PYTHONPATH, `sglang/kernels/ops/attention/linear/gdn_replayssm_spec_decode.py
 
 from __future__ import annotations
 
-import argparse
 import json
-import pathlib
 import subprocess
 import sys
 import time
@@ -34,7 +32,7 @@ from typing import Any
 
 import torch
 from recurrent_kernel import CHUNK, DEVICE, KEY_HEADS, READ_BYTES, SCALE, STATES, VALUE_HEADS, WIDTH, Case, measured
-from results import FOLDER, ratios, row, show, this_machine, write
+from results import new_parser, ratios, row, show, this_machine, write
 from torch import Tensor
 from vllm_kernels import recurrent_update, sglang_replay
 
@@ -251,8 +249,7 @@ def advances(sides: list[Side], read: Tensor) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="folder of the results")
+    parser = new_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=450, help="start no case after this time")
     parser.add_argument("--check", nargs="+", choices=SIDES, help="only compare these sides with the formula")
     options = parser.parse_args()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from results import Row, asked_folder, ratios, row, save, this_machine
+from results import Row, new_parser, ratios, row, save, this_machine
 
 from nwor_ops import DraftCommitManager, LayerCache, Layout, Window, num_shadow_blocks
 
@@ -99,7 +99,7 @@ def engine_figures(device: str) -> list[Row]:
 
 
 def main() -> None:
-    folder = asked_folder(__doc__)
+    folder = new_parser(__doc__).parse_args().folder
     torch.manual_seed(0)
     save(this_machine(), "host_cost", engine_figures("cuda" if torch.cuda.is_available() else "cpu"), folder)
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from results import Row, asked_folder, ratios, row, save, this_machine
+from results import Row, new_parser, ratios, row, save, this_machine
 from torch import Tensor
 from vllm_kernels import load_core
 
@@ -300,7 +300,7 @@ def window_rows(read: Tensor) -> list[Row]:
 
 
 def main() -> None:
-    folder = asked_folder(__doc__)
+    folder = new_parser(__doc__).parse_args().folder
     torch.manual_seed(0)
     load_core()
     writer = torch.ops._C_cache_ops.reshape_and_cache_flash
