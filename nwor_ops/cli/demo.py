@@ -29,7 +29,6 @@ from nwor_ops.testing.engine_process import (
     engine_environment,
 )
 from nwor_ops.testing.tiny_llama import (
-    ARRIVAL_STEPS,
     MAX_RUNNING,
     MAX_TOKENS,
     Request,
@@ -58,14 +57,6 @@ class DemoOptions:
     @property
     def modes(self) -> dict[str, str]:
         return {"vanilla": "off", "nwor": self.mode}
-
-    @property
-    def model_name(self) -> str:
-        return real_model.NAME if self.model == "real" else "random weights"
-
-    @property
-    def titles(self) -> dict[str, str]:
-        return {"vanilla": "vanilla vLLM", "nwor": f"NWOR ({self.mode})"}
 
 
 def run_demo(options: DemoOptions, report: Report) -> int:
@@ -129,10 +120,7 @@ def make_model(options: DemoOptions, report: Report) -> tuple[str, list[Request]
             prompts = real_model.chats(REAL_PROMPTS)
     except OSError as error:
         raise Stopped(f"the model cannot be written to the cache: {error}; --model tiny does not need it") from None
-    steps = ARRIVAL_STEPS[: len(prompts)]
-    return str(real_model.model_folder()), [
-        Request(prompt, OUTPUT_TOKENS, step) for prompt, step in zip(prompts, steps, strict=True)
-    ]
+    return str(real_model.model_folder()), [Request(prompt, OUTPUT_TOKENS, 0) for prompt in prompts]
 
 
 def run_engines(options: DemoOptions, report: Report) -> dict[str, dict[str, Any]]:
@@ -146,7 +134,7 @@ def run_engines(options: DemoOptions, report: Report) -> dict[str, dict[str, Any
                 engines[side] = EngineProcess(side, job, options.output, engine_environment(mode, audit=True))
             versions = {side: engine.wait_until_ready() for side, engine in engines.items()}
         with report.task("running the requests in both, every byte compared"), ThreadPoolExecutor(len(engines)) as pool:
-            runs = pool.map(lambda engine: engine.ask("run") | engine.ask("report"), engines.values())
+            runs = pool.map(lambda engine: engine.ask("run"), engines.values())
             return {side: run | {"versions": versions[side]} for side, run in zip(engines, runs, strict=True)}
     except KeyboardInterrupt:
         report.error(f"interrupted: waiting for the engines to end, {CLOSING_SECONDS:.0f} s at most")
@@ -171,80 +159,71 @@ def run_library(report: Report) -> dict[str, dict[str, Any]]:
 def summarize(
     options: DemoOptions, engines: dict[str, dict[str, Any]], library: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the result of the demo: figures, and a sentence for each check that failed.
-
-    Args:
-        options: the options of the command.
-        engines: the answers of both engines, by side.
-        library: the answers of the parts without vLLM.
-    """
-    tokens = engines["vanilla"]["tokens"]
-    texts = real_model.texts(engines["nwor"]["tokens"]) if options.model == "real" else []
+    """Return the figures of both engines and of the parts without vLLM, and a sentence for each check that failed."""
+    tokens = [engines[side]["tokens"] for side in SIDES]
+    texts = real_model.texts(tokens[1]) if options.model == "real" else []
     result: dict[str, Any] = {
         "command": shlex.join(["nwor-ops", *sys.argv[1:]]),
         "versions": engines["nwor"]["versions"],
-        "model": options.model_name,
+        "model": real_model.NAME if options.model == "real" else "random weights",
         "texts": [{"prompt": prompt, "text": text} for prompt, text in zip(REAL_PROMPTS, texts, strict=False)],
         "num_speculative_tokens": NUM_DRAFTS,
-        "requests": len(tokens),
-        "output_tokens": sum(map(len, tokens)),
-        "outputs_identical": engines["nwor"]["tokens"] == tokens,
+        "output_tokens": sum(map(len, tokens[0])),
+        "outputs_identical": tokens[0] == tokens[1],
     } | library
-    for side in SIDES:
-        result[side] = {"mode": options.modes[side], "audit": engines[side].get("audit")}
-        result[side]["block"] = engines[side].get("block", {})
+    for side, mode in options.modes.items():
+        result[side] = {"mode": mode, "audit": engines[side].get("audit"), "block": engines[side].get("block", {})}
     result["problems"] = problems(options, result)
-    result["ok"] = not any(result["problems"].values())
-    return result
+    return result | {"ok": not any(result["problems"].values())}
 
 
 def problems(options: DemoOptions, result: dict[str, Any]) -> dict[str, list[str]]:
     """Return a sentence for every check that failed, by feature."""
-    return {
-        "recurrent": list(_recurrent_problems(result["recurrent"])),
-        "draft_graphs": list(_draft_loop_problems(result["draft_loop"])),
-        "transaction": list(_transaction_problems(options, result)),
+    recurrent, eager, captured = result["recurrent"], result["draft_loop"]["eager"], result["draft_loop"]["captured"]
+    every, one = _bytes(recurrent)
+    checks = {
+        "recurrent": [
+            (recurrent["same_as_plain"], "decoding with drafts gave other tokens than plain decoding"),
+            (recurrent["accepted"] and recurrent["rejected"], "the workload needs accepted and rejected drafts"),
+            (one < every, f"one state and its record took {one:,} bytes, not less than the {every:,} of K + 1 states"),
+        ],
+        "draft_graphs": [
+            (result["draft_loop"]["same_drafts"], "the captured loop made other drafts than eager code"),
+            (
+                captured["graphs"] == 2 and captured["kernels"] + 2 < eager["kernels"],
+                f"a captured step must launch 2 graphs and less than eager code, got {captured}, {eager}",
+            ),
+        ],
+        "transaction": [
+            (result["outputs_identical"], "the engines did not generate the same tokens"),
+            *_checks_of_audits(options, *(result[side]["audit"] for side in SIDES)),
+        ],
     }
+    return {feature: [sentence for holds, sentence in found if not holds] for feature, found in checks.items()}
 
 
-def _transaction_problems(options: DemoOptions, result: dict[str, Any]) -> Iterator[str]:
-    if not result["outputs_identical"]:
-        yield "the engines did not generate the same tokens"
-    vanilla, nwor = (result[side]["audit"] for side in SIDES)
-    for side in SIDES:
-        if result[side]["audit"] is None:
-            yield f"{options.titles[side]} was not audited: nwor_ops was not active in that engine"
+def _checks_of_audits(
+    options: DemoOptions, vanilla: dict[str, int] | None, nwor: dict[str, int] | None
+) -> Iterator[tuple[object, str]]:
     if vanilla is None or nwor is None:
+        yield False, "an engine was not audited: nwor_ops was not active in it"
         return
-    if stale := max(nwor["stale_rows"], nwor["stale_rows_at_end"]):
-        yield f"NWOR left {stale} stale rows in the cache"
-    if options.mode == "stage" and nwor["exposed_rows"]:
-        yield f"NWOR wrote {nwor['exposed_rows']} rows of rejected drafts to pages of a request"
-    if options.mode == "stage" and nwor["moments"] != 2 * nwor["steps"]:
-        moments, steps = nwor["moments"], nwor["steps"]
-        yield f"the audit compared {moments} times during steps, not twice in each of {steps} steps"
-    if not vanilla["accepted"] or not vanilla["stale_rows"]:
-        counts = f"{vanilla['accepted']} were accepted, and {vanilla['stale_rows']} left a stale row in vanilla vLLM"
-        yield f"the workload needs accepted and rejected drafts: {counts}"
+    stale, exposed, steps = max(nwor["stale_rows"], nwor["stale_rows_at_end"]), nwor["exposed_rows"], nwor["steps"]
+    yield not stale, f"NWOR left {stale} stale rows in the cache"
+    if options.mode == "stage":
+        yield not exposed, f"NWOR wrote {exposed} rows of rejected drafts to pages of a request"
+        times = f"the audit compared {nwor['moments']} times during steps, not twice in each of {steps} steps"
+        yield nwor["moments"] == 2 * steps, times
+    counts = f"{vanilla['accepted']} were accepted, and {vanilla['stale_rows']} left a stale row in vanilla vLLM"
+    yield (
+        vanilla["accepted"] and vanilla["stale_rows"], f"the workload needs accepted and rejected drafts: {counts}",
+    )  # fmt: skip
 
 
-def _recurrent_problems(recurrent: dict[str, Any]) -> Iterator[str]:
-    if not recurrent["same_as_plain"]:
-        yield "recurrent states: decoding with drafts gave other tokens than plain decoding"
-    if not recurrent["accepted"] or not recurrent["rejected"]:
-        yield "recurrent states: the workload needs accepted and rejected drafts"
-    every, one = recurrent["bytes"]["every_state"], recurrent["bytes"]["state"] + recurrent["bytes"]["record"]
-    if one >= every:
-        taken = f"{one:,} bytes, not less than the {every:,} of K + 1 states"
-        yield f"recurrent states: one state and its record took {taken}"
-
-
-def _draft_loop_problems(loop: dict[str, Any]) -> Iterator[str]:
-    eager, captured = loop["eager"], loop["captured"]
-    if not loop["same_drafts"]:
-        yield "draft graphs: the captured loop made other drafts than eager code"
-    if captured["graphs"] != 2 or captured["kernels"] + 2 >= eager["kernels"]:
-        yield f"draft graphs: a captured step must launch 2 graphs and less than eager code, got {captured}, {eager}"
+def _bytes(recurrent: dict[str, Any]) -> tuple[int, int]:
+    """Return the bytes of a request with K + 1 states, and with one state and its record."""
+    size = recurrent["bytes"]
+    return size["every_state"], size["state"] + size["record"]
 
 
 # ---------------------------------------------------------------- output
@@ -253,7 +232,8 @@ def _draft_loop_problems(loop: dict[str, Any]) -> Iterator[str]:
 def print_result(report: Report, options: DemoOptions, result: dict[str, Any]) -> None:
     """Print a table and a verdict for each feature."""
     recurrent, loop, wrong = result["recurrent"], result["draft_loop"], result["problems"]
-    every, one = recurrent["bytes"]["every_state"], recurrent["bytes"]["state"] + recurrent["bytes"]["record"]
+    titles = {"vanilla": "vanilla vLLM", "nwor": f"NWOR ({options.mode})"}
+    every, one = _bytes(recurrent)
     report.table([
         ("Recurrent states: a small hybrid model in torch", f"{NUM_DRAFTS + 1} states", "NWOR (one state)"),
         ("bytes per request, with the record", f"{every:,}", f"{one:,}"),
@@ -265,12 +245,11 @@ def print_result(report: Report, options: DemoOptions, result: dict[str, Any]) -
         ("Draft graphs: a small draft model in torch", "eager", "NWOR (captured)"),
         ("launches per step", f"{eager['kernels']:,}", f"{captured['graphs']} graphs, {captured['kernels']} kernels"),
     ])  # fmt: skip
-    if loop["device"] == "cpu":
-        report.line("(A CPU has no CUDA graphs: stand-ins run them, and a replay is one launch.)")
+    report.line("(Stand-ins for CUDA graphs run on the CPU. A replay is one launch.)")
     _verdict(report, wrong["draft_graphs"], f"fewer launches, and the same {loop['drafts']:,} drafts")
     audits = [result[side]["audit"] for side in SIDES]
     report.table([
-        ("Transaction: vLLM, every byte compared", *options.titles.values()),
+        ("Transaction: vLLM, every byte compared", *titles.values()),
         _counts("steps, steps with drafts", audits, "steps", "verify_steps"),
         _counts("drafts accepted, rejected", audits, "accepted", "rejected"),
         _counts("rejected rows before sampling (sum)", audits, "exposed_rows"),
@@ -279,7 +258,7 @@ def print_result(report: Report, options: DemoOptions, result: dict[str, Any]) -
     ])  # fmt: skip
     if all(result[side]["block"] for side in SIDES):
         rows = [(title, moment, result[side]["block"][name])
-                for side, title in options.titles.items() for name, moment in MOMENTS.items()]  # fmt: skip
+                for side, title in titles.items() for name, moment in MOMENTS.items()]  # fmt: skip
         report.table([("a block of the cache", "", "# committed, d draft, X stale"), *rows], left=3)
         report.line("(Code that saves, hashes or sends the block reads keys of rejected tokens.)")
     for text in result["texts"][:1]:

@@ -1,7 +1,6 @@
 """Run the demo's requests in one vLLM engine: ``python -m nwor_ops.cli.demo_engine JOB.json``.
 
-The commands are ``run`` and ``report`` (:func:`nwor_ops.testing.engine_process.serve`). The environment decides whether
-nwor_ops is on; this file does not change it.
+The command is ``run`` (:func:`nwor_ops.testing.engine_process.serve`). The environment decides whether nwor_ops is on.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from nwor_ops.testing.engine_process import serve
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.layers.target import elements, positions
 
-MOST_STEPS = 20_000
 COMMITTED, DRAFT = 1, 3  # 0 and 2 are the audit's FREE and STALE
 STATES = ".#Xd"
 
@@ -32,68 +30,40 @@ class DemoEngine:
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.llm = LLM(**job["engine"])
-        self.requests: list[dict[str, Any]] = job["requests"]
-        self.stop_token_ids: list[int] = job["stop_token_ids"]
-        self.runs = 0
-        self.audit, self.block = self._watch_block()
+        import nwor_ops.vllm
+        from nwor_ops.vllm.audit.engine import cache_audit
+
+        self.llm, self.job = LLM(**job["engine"]), job
+        self.audit: Any = None
+        for session in nwor_ops.vllm.sessions():
+            if audit := cache_audit(session):
+                self.audit, self.block = audit, BlockWatch(session, audit)
+                session.subscribe(self.block)
 
     def versions(self) -> dict[str, str]:
         cpu = f"{os.cpu_count()} CPU cores ({platform.machine()})"
         return versions() | {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu}
 
     def answer(self, line: str) -> dict[str, Any]:
-        return self.run() if line == "run" else self.report()
+        """Serve all requests. Return their tokens, the audit's counts, and the states of a block at three moments."""
+        served = self.run()
+        return served | ({"audit": self.audit.summary(), "block": self.block.panels} if self.audit else {})
 
     def run(self) -> dict[str, Any]:
-        """Serve all requests, each added at its arrival step. Return the tokens of each, the number of steps and the
-        seconds."""
-        # A later run must not reuse the blocks of an earlier one.
-        self.llm.reset_prefix_cache()
-        self.runs += 1
-        engine: Any = self.llm.llm_engine
-        waiting = sorted(range(len(self.requests)), key=lambda index: self.requests[index]["arrival_step"])
-        tokens: dict[str, list[int]] = {}
-        start = time.perf_counter()
-        for step in range(MOST_STEPS):
-            while waiting and self.requests[waiting[0]]["arrival_step"] <= step:
-                self._add(waiting.pop(0))
-            for output in engine.step():
-                if output.finished:
-                    tokens[output.request_id.split("-")[1]] = list(output.outputs[0].token_ids)
-            if not waiting and not engine.has_unfinished_requests():
-                break
-        else:
-            raise RuntimeError(f"demo: the {len(self.requests)} requests did not finish within {MOST_STEPS} steps")
-        seconds = time.perf_counter() - start
-        ordered = [tokens[str(index)] for index in range(len(self.requests))]
-        return {"tokens": ordered, "steps": step + 1, "seconds": seconds}
-
-    def _add(self, index: int) -> None:
+        """Serve all requests, more than may run at a time. Return the tokens of each, and the seconds."""
         from vllm import SamplingParams
 
-        request = self.requests[index]
+        self.llm.reset_prefix_cache()  # a later run must not reuse the blocks of an earlier one
         # Greedy, because vLLM 0.32 on a CPU does not support sampling with drafts. Its rejection sampler divides the
         # logits by a temperature that is never set (utils/cpu_triton_utils.py, _expand_kernel_impl).
-        params = SamplingParams(
-            temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False,
-            stop_token_ids=self.stop_token_ids,
-        )  # fmt: skip
-        self.llm.llm_engine.add_request(f"{self.runs}-{index}", {"prompt_token_ids": request["prompt"]}, params)
-
-    def report(self) -> dict[str, Any]:
-        """Return what the audit counted, and the states of a block at three moments."""
-        return {"audit": self.audit.summary(), "block": self.block.panels} if self.audit else {}
-
-    def _watch_block(self) -> tuple[Any, Any]:
-        import nwor_ops.vllm
-        from nwor_ops.vllm.audit.engine import cache_audit
-
-        for session in nwor_ops.vllm.sessions():
-            if audit := cache_audit(session):
-                session.subscribe(block := BlockWatch(session, audit))
-                return audit, block
-        return None, None
+        fixed: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        requests, stops = self.job["requests"], self.job["stop_token_ids"]
+        params = [SamplingParams(max_tokens=one["max_tokens"], stop_token_ids=stops, **fixed) for one in requests]
+        prompts: Any = [{"prompt_token_ids": request["prompt"]} for request in requests]
+        start = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seconds": seconds}
 
 
 class BlockWatch(StepListener):
@@ -127,21 +97,18 @@ class BlockWatch(StepListener):
 
     def forwarded(self, moment: str) -> None:
         for request, (block, own, states, before) in self._windows.items():
-            written = (self._bytes(block) != before).any(1)
-            self._verified[request] = states.clone()
-            self._verified[request][own[1:]] = torch.where(written, DRAFT, states)[own[1:]].to(states.dtype)
-            self._verified[request][own[:1]] = torch.where(written, COMMITTED, states)[own[:1]].to(states.dtype)
+            written = (self._bytes(block) != before).any(1)[own]
+            kinds = torch.full_like(states[own], DRAFT)
+            kinds[0] = COMMITTED
+            self._verified[request] = states.index_copy(0, own, torch.where(written, kinds, states[own]))
 
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         sampled = num_sampled() if num_sampled is not None and self._windows else []
         for request, (block, own, states, _) in self._windows.items() if sampled else ():
             if 1 < sampled[request] < len(own) and not self.panels:
-                moments = states, self._verified[request], self._states(block, int(own[0]))
-                names = ("before", "verified", "after")
-                self.panels = {
-                    name: "".join(STATES[state] for state in states.tolist())
-                    for name, states in zip(names, moments, strict=True)
-                }
+                moments = {"before": states, "verified": self._verified[request]}
+                moments["after"] = self._states(block, int(own[0]))
+                self.panels = {name: "".join(STATES[at] for at in slots.tolist()) for name, slots in moments.items()}
 
     @property
     def _size(self) -> int:
