@@ -1,8 +1,8 @@
-"""Draft loops that count what the host launches, with stand-ins for CUDA graphs on a CPU.
+"""A draft loop with stand-ins for CUDA graphs, for a CPU, which has none.
 
-A CPU has no graphs. :class:`HostGraphLoop` takes the path of a captured loop: it chooses a graph, checks that no tensor
-has moved (``debug=True``), and replays. The replay of a stand-in runs the body from the host. It refuses operations
-that a CUDA graph cannot capture because they wait for the device.
+:class:`HostGraphLoop` takes the path of a captured loop: it chooses a graph, checks that no tensor has moved
+(``debug=True``), and replays. A replay runs the body from the host. It refuses operations that a CUDA graph cannot
+capture because they wait for the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nwor_ops.drafter import DraftLoop
-from nwor_ops.drafter.graphs import Graph
 
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MASKS = (torch.bool, torch.uint8)
@@ -31,46 +30,36 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.kernels = self.graphs = 0
-        self._replaying = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._replaying and not func.is_view and "empty" not in func.__name__:
-            self.kernels += 1
+        self.kernels += not func.is_view and "empty" not in func.__name__
         return func(*args, **(kwargs or {}))
 
-    def replay(self, graph: Graph) -> None:
-        self.graphs += 1
-        self._replaying = True
-        try:
-            graph.replay()
-        finally:
-            self._replaying = False
 
+class HostGraph:
+    """A stand-in for a CUDA graph. Its replays are one launch each.
 
-class _CountedGraph:
-    def __init__(self, graph: Graph, launches: Launches) -> None:
-        self._graph, self._launches = graph, launches
+    Raises:
+        RuntimeError: in :meth:`replay`, if the host must read a result.
+    """
+
+    def __init__(self, body: Callable[[], object], launches: Launches | None = None) -> None:
+        self._body, self._launches = body, launches or Launches()
 
     def replay(self) -> None:
-        self._launches.replay(self._graph)
+        kernels = self._launches.kernels
+        with _Capturable():
+            self._body()
+        self._launches.kernels = kernels
+        self._launches.graphs += 1
 
 
-class CountedLoop(DraftLoop):
-    """A draft loop that counts launches inside ``with loop.launches:``."""
+class HostGraphLoop(DraftLoop):
+    """A draft loop that captures stand-ins, and counts launches inside ``with loop.launches:``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.launches = Launches()
-
-    def _graph(self, body: Callable[[], object], stream: Any) -> Graph:
-        return _CountedGraph(self._uncounted(body, stream), self.launches)
-
-    def _uncounted(self, body: Callable[[], object], stream: Any) -> Graph:
-        return super()._graph(body, stream)
-
-
-class HostGraphLoop(CountedLoop):
-    """A draft loop that captures stand-ins, on any device."""
 
     def _capture_stream(self) -> Any:
         return None
@@ -78,23 +67,8 @@ class HostGraphLoop(CountedLoop):
     def _warm_up(self, body: Callable[[], object], stream: Any) -> None:
         HostGraph(body).replay()
 
-    def _uncounted(self, body: Callable[[], object], stream: Any) -> Graph:
-        return HostGraph(body)
-
-
-class HostGraph:
-    """A stand-in for a CUDA graph.
-
-    Raises:
-        RuntimeError: in :meth:`replay`, if the host must read a result.
-    """
-
-    def __init__(self, body: Callable[[], object]) -> None:
-        self._body = body
-
-    def replay(self) -> None:
-        with _Capturable():
-            self._body()
+    def _graph(self, body: Callable[[], object], stream: Any) -> HostGraph:
+        return HostGraph(body, self.launches)
 
 
 class _Capturable(TorchDispatchMode):
