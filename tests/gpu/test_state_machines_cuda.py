@@ -13,7 +13,7 @@ SHARE = settings(manager_machine.MACHINE_SETTINGS, max_examples=10)
 
 class Engine(manager_machine.Engine):
     device = "cuda"
-    layer_kinds = ("packed", "one_backing", "split", "latent")  # not amx, the layout of a CPU's pages
+    layer_kinds = tuple(kind for kind in manager_machine.LAYER_KINDS if kind != "amx")  # the layout of a CPU's pages
 
 
 class StagedEngine(Engine):

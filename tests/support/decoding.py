@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
 from no_sync import guard
 from transactions import KINDS, Request, make_batch, put_rows
@@ -196,15 +198,20 @@ STEPS = (
 )
 
 
-def batch_copies(engine, batch):
-    """Copies of the slots and block tables of a batch."""
-    return tuple({group: tensor.clone() for group, tensor in of.items()} for of in (batch.slots, engine.tables))
+@contextmanager
+def refusal(kinds=ALL, with_states=False):
+    """Yield an engine after two steps, and its next batch, which the caller lets it refuse.
 
-
-def require_unchanged(engine, untouched, batch, slots, tables):
-    """A window that was refused has left slots, tables and pages as they were, and the next steps run."""
-    assert all(torch.equal(batch.slots[group], slots[group]) for group in slots)
-    assert all(torch.equal(engine.tables[group], tables[group]) for group in tables)
+    Slots, tables and pages must then be as they were, and the next steps run.
+    """
+    engine, untouched = (Engine(kinds, "stage", with_states, binds=True) for _ in range(2))
+    for requests in STEPS[:2]:
+        for one in (engine, untouched):
+            one.step(requests)
+    batch = engine.batch(STEPS[2])
+    before = [(tensor, tensor.clone()) for of in (batch.slots, engine.tables) for tensor in of.values()]
+    yield engine, batch
+    assert all(torch.equal(tensor, old) for tensor, old in before)
     engine.assert_pages(untouched)
     for requests in STEPS[2:]:
         for one in (engine, untouched):

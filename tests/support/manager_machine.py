@@ -22,14 +22,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from state_machines import Counted
-from transactions import Batch, Transactions, make_batch, put_rows
+from transactions import KINDS, Batch, Transactions, make_batch, put_rows
 from transactions import Request as Part
 
 from nwor_ops import Layout, ops
 from nwor_ops.transaction.manager import State
 
 PlaneOf = tuple[str, int]  # a layer and the index of one of its planes
-LAYER_KINDS = ("packed", "one_backing", "split", "latent", "amx")  # four groups, of 4 to 16 slots a block
+LAYER_KINDS = tuple(KINDS)  # four groups, of 4 to 16 slots a block
 SENTINEL = 0xA5
 MAX_REQUESTS, MAX_DRAFTS, MAX_LENGTH = 4, 4, 28
 MAX_LOG_ROWS = 10  # fewer than MAX_REQUESTS * MAX_DRAFTS: some batches do not fit
@@ -134,9 +134,11 @@ class Engine(Counted):
 
     @precondition(lambda self: self.closed())
     @rule(
-        data=st.data(), known=st.booleans(), padded_requests=st.integers(0, 2), padding=st.integers(0, 3), fault=FAULTS
-    )
-    def begin(self, data: st.DataObject, known: bool, padded_requests: int, padding: int, fault: tuple) -> None:
+        data=st.data(), known=st.sampled_from(["exactly", "as a bound", "not"]), padded_requests=st.integers(0, 2),
+        padding=st.integers(0, 3), fault=FAULTS,
+    )  # fmt: skip
+    def begin(self, data: st.DataObject, known: str, padded_requests: int, padding: int, fault: tuple) -> None:
+        """The host knows the number of drafts exactly, only a bound, or not at all."""
         parts = []
         for request in self.requests:
             if not data.draw(st.booleans() if len(self.requests) > 2 else st.just(True), "scheduled"):
@@ -155,7 +157,10 @@ class Engine(Counted):
             + [-1] * padding
             for group in self.free
         }
-        batch = make_batch([part for _, part in parts] + [Part(0)] * padded_requests, slots, known).on(self.device)
+        requests = [part for _, part in parts] + [Part(0)] * padded_requests
+        batch = make_batch(requests, slots, known == "exactly").on(self.device)
+        if known == "as a bound":
+            batch.window = batch.window._replace(num_draft_tokens=MAX_LOG_ROWS)
         if self.slots:
             slots = {group: own + [-1] * (len(self.slots[group]) - len(own)) for group, own in slots.items()}
         for group, own in self.slots.items():

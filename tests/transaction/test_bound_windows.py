@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from decoding import ALL, STEPS, Engine, batch_copies, require_unchanged
+from decoding import ALL, STEPS, Engine, refusal
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import Request, one_thread  # noqa: F401
 
@@ -114,18 +114,12 @@ WRONG_WINDOWS = {
 def test_refused_window_changes_nothing(case):
     """If a row of `open_window` is invalid, the window has been planned, and counts as cancelled."""
     wrong, error, sentence = WRONG_WINDOWS[case]
-    engine, untouched = (Engine(TWO_KINDS, "stage", with_states=True, binds=True) for _ in range(2))
-    for requests in STEPS[:2]:
-        for one in (engine, untouched):
-            one.step(requests)
-    batch = engine.batch(STEPS[2])
-    slots, tables = batch_copies(engine, batch)
-    fields = {name: change(getattr(batch.window, name)) for name, change in wrong.items()}
-    with pytest.raises(error, match=f"^{sentence}"):
-        engine.manager.begin(batch.window._replace(**fields))
-    assert engine.manager.stats().cancelled == (case in ("a state", "a position"))
-    assert engine.manager.state is State.CLOSED
-    require_unchanged(engine, untouched, batch, slots, tables)
+    with refusal(TWO_KINDS, with_states=True) as (engine, batch):
+        fields = {name: change(getattr(batch.window, name)) for name, change in wrong.items()}
+        with pytest.raises(error, match=f"^{sentence}"):
+            engine.manager.begin(batch.window._replace(**fields))
+        assert engine.manager.stats().cancelled == (case in ("a state", "a position"))
+        assert engine.manager.state is State.CLOSED
 
 
 @pytest.mark.parametrize("move", [lambda t: t.resize_(200), lambda t: t.resize_(3), lambda t: t.set_(t.clone())])

@@ -43,11 +43,13 @@ class Staged:
     def key_value(self, name, planes):
         return self.caches[name].key_value(tuple(planes))
 
-    def stage_all(self, tokens, names=None, stage=None):
-        """Stage every layer and return its sources."""
-        written = {name: self.sources(name, tokens) for name in self.caches if names is None or name in names}
+    def stage_all(self, tokens, num_layers=None, stage=None, cut=0):
+        """Stage every layer or the first ones, in two micro-batches with `cut`, and return their sources."""
+        written = {name: self.sources(name, tokens) for name in list(self.caches)[:num_layers]}
         for name, (key, value) in written.items():
-            (stage or self.buffer.stage)(name, key, value)
+            for part in (slice(0, cut), slice(cut, None)) if cut else (slice(0, None),):
+                offset = {"token_offset": part.start} if part.start else {}
+                (stage or self.buffer.stage)(name, key[part], value[part], **offset)
         return written
 
     def expect(self, written, rows_of_tokens, slots, kept):
@@ -84,46 +86,6 @@ def test_a_window():
     }  # fmt: skip
 
 
-def test_new_destinations():
-    """The nodes of a tree share slots until the accepted path is known. The path goes to consecutive slots."""
-    staged = Staged()
-    staged.buffer.begin(torch.tensor([8, 9, 9, 10, 10]))
-    written = staged.stage_all(5)
-    accepted = torch.tensor([True, False, True, False, True])
-    staged.buffer.commit(accepted, torch.tensor([20, 3, 21, 3, 22]))
-    staged.expect(written, range(5), (20, -1, 21, -1, 22), {0, 2, 4})
-    staged.assert_as_expected()
-
-
-def test_micro_batches():
-    staged = Staged()
-    staged.buffer.begin(torch.arange(6))
-    written = {name: staged.sources(name, 6) for name in staged.caches}
-    for name, (key, value) in written.items():
-        for half in (slice(0, 2), slice(2, 6)):
-            staged.buffer.stage(name, key[half], value[half], token_offset=half.start)
-    staged.buffer.commit(torch.ones(6, dtype=torch.bool))
-    staged.expect(written, range(6), range(6), set(range(6)))
-    staged.assert_as_expected()
-
-
-@pytest.mark.parametrize("reached", [0, 1, 3])
-def test_all_layers_or_none(reached):
-    """A forward stopped or skipped a layer: no cache gets a row, whatever was accepted."""
-    staged = Staged()
-    for window in range(2):
-        staged.buffer.begin(torch.arange(4))
-        names = None if window == 0 else list(staged.caches)[:reached]
-        written = staged.stage_all(4, names)
-        staged.buffer.commit(torch.ones(4, dtype=torch.bool))
-        if window == 0:
-            staged.expect(written, range(4), range(4), set(range(4)))
-        staged.assert_as_expected()
-    stats = staged.buffer.stats()
-    assert (stats.windows, stats.committed, stats.incomplete) == (2, 4, 1)
-    assert stats.rejected == (4 if reached else 0)
-
-
 @pytest.mark.parametrize("larger_first", [False, True])
 def test_a_slot_outside_rejects_the_window(larger_first):
     """Layers of 64 and of 68 slots: one has this slot and the other does not."""
@@ -145,26 +107,43 @@ def test_a_slot_outside_rejects_the_window(larger_first):
 
 @given(st.data())
 def test_any_windows(data):
-    """Windows of any rows in sequence: no data of an earlier window remains."""
+    """Windows of any rows in sequence: no data of an earlier window remains. A commit may name other slots.
+
+    If a forward stopped before a layer, no cache gets a row, whatever was accepted.
+    """
     staged = Staged(data.draw(st.lists(st.sampled_from(WRITABLE), min_size=1, max_size=3, unique=True)))
+    counts = {"windows": 0, "staged": 0, "committed": 0, "incomplete": 0}
     for _ in range(data.draw(st.integers(1, 4))):
         rows = data.draw(st.integers(0, ROWS))
-        slots = data.draw(st.lists(st.integers(-1, 63), min_size=rows, max_size=rows, unique=True))
-        order = data.draw(st.permutations(range(rows)))
-        drop = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows)) if data.draw(st.booleans()) else []
+        some_slots = st.lists(st.integers(-1, 63), min_size=rows, max_size=rows, unique=True)
+        some_flags = st.lists(st.booleans(), min_size=rows, max_size=rows)
+        slots, order = data.draw(some_slots), data.draw(st.permutations(range(rows)))
+        drop = data.draw(some_flags) if data.draw(st.booleans()) else []
         token_rows = [row if not (drop and drop[row]) else -1 for row in order]
-        accepted = data.draw(st.none() | st.lists(st.booleans(), min_size=rows, max_size=rows), "None: reject")
+        num_layers = data.draw(st.sampled_from([len(staged.caches)] * 4 + [0, 1]))
         staged.buffer.begin(torch.tensor(slots, dtype=torch.int64), torch.tensor(token_rows, dtype=torch.int32))
-        written = staged.stage_all(rows)
+        written = staged.stage_all(rows, num_layers, cut=data.draw(st.integers(0, max(0, rows - 1))))
+        has_rows = {row for row in token_rows if row >= 0} if num_layers == len(staged.caches) else set()
+        counts["windows"] += 1
+        counts["staged"] += sum(row >= 0 for row in token_rows) * (num_layers > 0)
+        accepted = data.draw(st.none() | some_flags, "None: reject")
         if accepted is None:
             staged.buffer.reject()
-            staged.assert_as_expected()
-            continue
-        staged.buffer.commit(torch.tensor(accepted, dtype=torch.bool))
-        wanted = {row for row in range(rows) if accepted[row] and slots[row] >= 0}
-        if wanted <= set(token_rows):
-            staged.expect(written, token_rows, slots, wanted)
+        else:
+            others = data.draw(st.none() | some_slots)
+            slots = slots if others is None else others
+            destinations = () if others is None else (torch.tensor(others, dtype=torch.int64),)
+            staged.buffer.commit(torch.tensor(accepted, dtype=torch.bool), *destinations)
+            wanted = {row for row in range(rows) if accepted[row] and slots[row] >= 0}
+            if wanted <= has_rows:
+                staged.expect(written, token_rows, slots, wanted)
+                counts["committed"] += len(wanted)
+            else:
+                counts["incomplete"] += 1
         staged.assert_as_expected()
+        stats = vars(staged.buffer.stats())
+        assert {name: stats[name] for name in counts} == counts
+        assert stats["rejected"] == counts["staged"] - counts["committed"]
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["", "dynamic"])
