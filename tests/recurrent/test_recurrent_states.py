@@ -40,44 +40,6 @@ def one_layer() -> Decoding:
 # ---------------------------------------------------------------- bit-identical results
 
 
-def decode_at_random(decoding: Decoding, steps: int, num_requests: int) -> None:
-    """Run random batches: any requests, windows of any length, and any number of tokens that stay."""
-    slots = range(1, num_requests + 1)
-    decoding.start(*slots)
-    for _ in range(steps):
-        order = [slot for slot in torch.randperm(num_requests, generator=decoding.generator).add(1).tolist()
-                 if decoding.draw(0, 3)]  # fmt: skip
-        order.insert(decoding.draw(0, len(order)), -1)  # a padded request
-        lengths = [decoding.draw(0, decoding.max_window) for _ in order]
-        decoding.begin(order, lengths)
-        decoding.forward()
-        decoding.commit({s: decoding.draw(1, n) for s, n in zip(order, lengths, strict=True) if s > 0 and n > 0})
-    decoding.states.fold(decoding.tensor(slots))
-    decoding.assert_folded(*slots)
-
-
-@pytest.mark.parametrize(
-    ("in_pages", "chunk"), [(False, 0), (True, 0), (True, CHUNK)], ids=["tensors", "pages", "chunk"]
-)
-def test_bits_equal_a_scheme_with_every_state(device, in_pages, chunk):
-    kinds = CHUNK_KINDS if chunk else KINDS
-    decoding = Decoding(kinds, in_pages=in_pages, chunk=chunk, num_slots=6, device=device)
-    before = {name: pages.clone() for name, pages in decoding.pages.items()}
-    decode_at_random(decoding, steps=150, num_requests=4)
-    for name, pages in decoding.pages.items():  # nothing was written outside states and records
-        owned = torch.zeros_like(pages, dtype=torch.bool)
-        for tensor in (decoding.caches[name].state, *decoding.caches[name].records):
-            start = tensor.data_ptr() - pages.data_ptr()
-            owned[:, start : start + tensor[0].numel() * tensor.element_size()] = True
-        assert torch.equal(pages[~owned], before[name][~owned])
-        assert (~owned).sum() > 48 * len(pages)
-
-
-@pytest.mark.parametrize("max_window", [1, 2, 9, 32])
-def test_windows_of_other_lengths(device, max_window):
-    decode_at_random(Decoding(max_window=max_window, device=device), steps=6, num_requests=2)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_equals_that_of_the_plain_recurrence(device, kind):
     """The kept tokens of all windows form a text. Compare with its outputs in double precision."""
@@ -181,21 +143,6 @@ def test_a_batch_without_any_window_needs_no_layer():
 
 
 # ---------------------------------------------------------------- between windows
-
-
-def test_fold(device):
-    """Fold each slot once: padding, slots with nothing pending, and more slots than a batch has requests."""
-    decoding = Decoding(max_requests=2, device=device)
-    decoding.start(1, 2, 3, 4, 5)
-    decoding.window({1: 4, 2: 4}, {1: 1, 2: 4})
-    decoding.window({3: 2}, {3: 2})
-    for _ in range(2):
-        decoding.states.fold(decoding.tensor([1, 0, -1], torch.int64))
-        decoding.assert_folded(1, 4, 5)
-    assert decoding.states.cursors.table[[2, 3], 0].tolist() == [4, 2]
-    decoding.states.fold(decoding.tensor(range(8)))
-    decoding.assert_folded(1, 2, 3, 4, 5)
-    decoding.states.fold(decoding.tensor([]))
 
 
 def test_reset(device):

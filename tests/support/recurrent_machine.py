@@ -12,14 +12,13 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from recurrent_states import CHUNK, Decoding
+from recurrent_states import CHUNK, CHUNK_KINDS, KINDS, Decoding
 from state_machines import Counted
 
 from nwor_ops.transaction.protocol import State
 
 LAYER_KINDS = ("gdn", "small state", "kda")  # three launches a fold
-CHUNK_KINDS = ("wide", "wide small state")
-NUM_SLOTS, MAX_REQUESTS, MAX_WINDOW = 6, 4, 3
+NUM_SLOTS, MAX_REQUESTS = 6, 4
 SPARE = NUM_SLOTS  # a slot that the test uses to copy and fold states of other slots
 
 
@@ -31,18 +30,15 @@ def mostly(*values):
 class Engine(Counted):
     device = "cpu"
 
-    @initialize(in_pages=st.booleans(), chunk=st.sampled_from((0, 0, CHUNK)))
-    def start(self, in_pages: bool, chunk: int) -> None:
-        self.kinds = CHUNK_KINDS if chunk else LAYER_KINDS
+    @initialize(data=st.data(), in_pages=st.booleans(), chunk=st.sampled_from((0, 0, CHUNK)))
+    def start(self, data: st.DataObject, in_pages: bool, chunk: int) -> None:
+        some_kinds = st.just(LAYER_KINDS) | st.lists(st.sampled_from(tuple(KINDS)), min_size=1, max_size=3, unique=True)
+        self.kinds = tuple(CHUNK_KINDS) if chunk else data.draw(some_kinds, "kinds")
+        self.max_window = data.draw(mostly(3, 1, 8) if chunk else mostly(3, 1, 9, 32), "max_window")
         self.decoding = Decoding(
-            self.kinds,
-            chunk=chunk,
-            num_slots=SPARE + 1,
-            max_window=MAX_WINDOW,
-            max_requests=MAX_REQUESTS,
-            in_pages=in_pages,
-            device=self.device,
-        )
+            self.kinds, chunk=chunk, num_slots=SPARE + 1, max_window=self.max_window, max_requests=MAX_REQUESTS,
+            in_pages=in_pages, device=self.device,
+        )  # fmt: skip
         self.states = self.decoding.states
         self.running: list[int] = []  # slots
         self.new_request(2)
@@ -117,14 +113,21 @@ class Engine(Counted):
     def begin(self, data: st.DataObject) -> tuple[list[int], list[int], list[bool]]:
         slots = [slot for slot in self.running if data.draw(mostly(True, False), "scheduled")][: MAX_REQUESTS - 1]
         windows = [data.draw(mostly(True, False), "window") for _ in slots]
-        lengths = [data.draw(st.sampled_from([3, 2, 1, 0] if opens else [1, 9]), "length") for opens in windows]
+        in_a_window = st.sampled_from(range(self.max_window, -1, -1))
+        lengths = [data.draw(in_a_window if opens else st.sampled_from([1, 9]), "length") for opens in windows]
         others = [slot for slot, opens in zip(slots, windows, strict=True) if not opens]
         self.states.fold(self.decoding.tensor(others))
-        slots, lengths, windows = [*slots, -1], [*lengths, data.draw(st.integers(0, 2), "padding")], [*windows, True]
+        place, padding = data.draw(mostly(len(slots), 0)), data.draw(st.integers(0, min(2, self.max_window)), "padding")
+        for values, value in ((slots, -1), (lengths, padding), (windows, True)):
+            values.insert(place, value)
         self.decoding.begin(slots, lengths, windows if others else None)
         return slots, lengths, windows
 
     # ------------------------------------------------------------ what must hold
+
+    def teardown(self) -> None:
+        if hasattr(self, "decoding"):
+            self.decoding.assert_no_other_bytes_written()
 
     @invariant()
     def every_slot_stands_for_what_the_other_scheme_holds(self) -> None:

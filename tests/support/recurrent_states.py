@@ -273,6 +273,7 @@ class Decoding:
             scheme = EveryChunk if chunk else EveryState
             self.every_state[name] = scheme(kind, self.weights[name], device)
         self.states.allocate()
+        self._pages_before = {name: pages.clone() for name, pages in self.pages.items()}
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
@@ -381,3 +382,13 @@ class Decoding:
         for name, layer in self.every_state.items():
             for slot in slots:
                 assert torch.equal(self.state_of(slot, name), layer.held[slot]), f"slot {slot} of layer {name}"
+
+    def assert_no_other_bytes_written(self) -> None:
+        """Check that nothing was written outside states and records."""
+        for name, pages in self.pages.items():
+            owned = torch.zeros_like(pages, dtype=torch.bool)
+            for tensor in (self.caches[name].state, *self.caches[name].records):
+                start = tensor.data_ptr() - pages.data_ptr()
+                owned[:, start : start + tensor[0].numel() * tensor.element_size()] = True
+            assert torch.equal(pages[~owned], self._pages_before[name][~owned])
+            assert (~owned).sum() > 48 * len(pages)
