@@ -25,8 +25,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Left out under a sanitizer: graphs, compilers, subprocesses and large caches. They are slow there and add no kernel.
 SANITIZED = (
-    "(by_hand or windows_match_oracle or number_of_requests or plane_table or transaction or fused_norm "
-    "or chunks_wherever or those_of_cpu) "
+    "(by_hand or windows_match_oracle or number_of_requests or plane_table or transaction or chunks_wherever "
+    "or those_of_cpu) "
     "and not (compile or opcheck or graph or trace)"
 )
 # gpu_engines.py runs vLLM's engines of tests/gpu/vllm. Long tests first.
