@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 import torch
-from shown_cases import CONNECTOR_TESTS, METHODS, PARALLEL_MODES, ConnectorTests, Method, ParallelMode
+from shown_cases import CONNECTOR_TESTS, METHODS, PARALLEL_MODES, ConnectorTests, Shown
 
 from nwor_ops.vllm.recurrent.models import MODELS
 from nwor_ops.vllm.recurrent.models.model import Heads
@@ -101,7 +101,7 @@ def methods() -> str:
     """Return how many methods of drafting of the newest vLLM are tested, and the test of each."""
     newest = SUPPORTED_VERSIONS[TRANSACTION][-1]
     there = [method for method in METHODS if newest in method.versions]
-    shown, passed = sum(method.is_shown for method in there), passed_cases()
+    shown, passed = sum(bool(method.v2 or method.v1 or method.cpu) for method in there), passed_cases()
     rows: list[tuple[str, ...]] = [("method", "CUDA, V2", "CUDA, V1", "CPU engine"), ("---",) * 4]
     for method in METHODS:
         name = _code([method.name])
@@ -159,7 +159,7 @@ def outcomes() -> str:
     return "\n".join(_row(*row) for row in rows)
 
 
-def _ran(mode: Method | ParallelMode, engine: str, passed: set[str]) -> str:
+def _ran(mode: Shown, engine: str, passed: set[str]) -> str:
     tests, note = getattr(mode, engine), mode.notes.get(engine, "")
     return "; ".join(filter(None, (_share(tests, set(tests) if engine == "cpu" else passed), note)))
 

@@ -18,7 +18,7 @@ import support_tables
 import tiny_models
 import vllm
 from draft_configs import with_settings
-from shown_cases import METHODS, PARALLEL_MODES, Method, ParallelMode
+from shown_cases import METHODS, PARALLEL_MODES, Shown
 from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
 
 from nwor_ops.vllm.recurrent.supported import check_state_connectors
@@ -115,14 +115,14 @@ def all_cases() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("row", [*METHODS, *PARALLEL_MODES], ids=lambda row: row.name)
-def test_shown_tests_exist_and_passed(row: Method | ParallelMode) -> None:
+def test_shown_tests_exist_and_passed(row: Shown) -> None:
     """By the committed results: each method in both modes, unless the table says `cow`."""
     assert set(row.cpu) <= names_of_tests()
     passed = support_tables.passed_cases()
     for runner, module in (("v2", "gpu.model_runner"), ("v1", "gpu_model_runner")):
         for name in getattr(row, runner):
             assert all_cases()[name].runner.endswith(module)
-            if isinstance(row, Method):
+            if row in METHODS:
                 assert name in passed
                 assert f"stage-{name}" in passed or "in mode `cow`" in row.notes.get(runner, "")
 
@@ -156,7 +156,7 @@ def test_cases_are_read_from_comments() -> None:
     [(("passed",), "yes; a note"), (("passed", "not-run"), "in part; a note"), (("not-run",), "no; a note")],
 )
 def test_case_that_did_not_pass_is_no_yes(v2: tuple[str, ...], cell: str) -> None:
-    mode = ParallelMode("some", v2=v2, notes={"v2": "a note"})
+    mode = Shown("some", v2=v2, notes={"v2": "a note"})
     assert support_tables._ran(mode, "v2", {"passed"}) == cell
     assert "tp2-ngram-v2" in support_tables.passed_cases()
 
