@@ -73,7 +73,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
-from results import Row, new_parser, ratios, row, show, this_machine, write
+from results import Row, new_parser, ratios, row, save, this_machine
 
 from nwor_ops.config import SUGGESTED_ROWS
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
@@ -162,16 +162,8 @@ TINY |= {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 512}
 
 @dataclass(frozen=True)
 class Model:
-    """A target and its drafter.
-
-    Attributes:
-        shape: the configuration of the target.
-        method: vLLM's name of the method of speculation.
-        draft: the configuration of a separate draft model.
-        num_drafts: K, unless a side has another one.
-        acceptance: probability that a draft is accepted, if the one before it was.
-        engine: arguments of ``vllm.LLM``.
-    """
+    """The configurations of a target and a draft model, vLLM's method, K, the probability that a draft is accepted if
+    the one before it was, and arguments of ``vllm.LLM``."""
 
     shape: dict[str, Any]
     method: str
@@ -199,16 +191,8 @@ def expected_length(num_drafts: int, acceptance: float) -> float:
 
 @dataclass(frozen=True)
 class Side:
-    """How an engine differs from the default one.
-
-    Attributes:
-        settings: settings of nwor_ops, as environment variables.
-        engine: arguments of ``vllm.LLM``.
-        num_drafts: K. None: that of the model.
-        method: "eagle"; None: that of the model.
-        speculation: more fields of the speculative configuration.
-        runner: vLLM's model runner.
-    """
+    """How an engine differs from the default one: the variables of nwor_ops, arguments of ``vllm.LLM``, K and method in
+    place of the model's, vLLM's runner, and fields of the speculative configuration."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -370,8 +354,7 @@ class Run:
     def save(self, rows: list[Row], answers: object, name: str) -> None:
         """Write and print rows, and write the answers that they are made of to the folder of the logs."""
         (self.folder / f"{name}.json").write_text(json.dumps(answers) + "\n")
-        write(this_machine(), self.options.results, rows, self.options.folder, keep=True)
-        show(rows)
+        save(this_machine(), self.options.results, rows, self.options.folder, keep=True)
         print(f"-- {time.monotonic() - self.began:.0f} s", flush=True)
 
     def start(self, names: Sequence[str]) -> None:

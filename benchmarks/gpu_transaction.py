@@ -30,7 +30,7 @@ from operator import itemgetter
 from typing import Any
 
 from gpu_engine import MODELS, SMALL, engine_parser, exit_status, job_of, launch, log_folder, side_of, visitor
-from results import Row, row, show, this_machine, write
+from results import Row, row, save, this_machine
 
 from nwor_ops.testing.engine_process import NCCL_ALONE, EngineFailed, EngineProcess, close_all
 
@@ -78,8 +78,7 @@ def main() -> int:
                     except RuntimeError as error:
                         problems.append(str(error))
                         continue
-                    write(this_machine(), name, rows, options.folder, keep=True)
-                    show(rows)
+                    save(this_machine(), name, rows, options.folder, keep=True)
         except EngineFailed as error:
             problems.append(str(error))
         finally:

@@ -27,16 +27,8 @@ FOLDER = pathlib.Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Row:
-    """One figure.
-
-    Attributes:
-        name: what was measured, ``what/case``.
-        value: the median.
-        unit: "ratio", "us", "launches", ...
-        target: what it should be, or None.
-        better: "lower" or "higher".
-        spread: [first quartile, third quartile] of the samples.
-    """
+    """One figure, named ``what/case``: the median, "lower" or "higher" is better, the first and third quartile of the
+    samples, and what it should be, or None."""
 
     name: str
     value: float
@@ -155,19 +147,10 @@ def write_entries(
     return target
 
 
-def write(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER, *, keep: bool = False) -> None:
-    """Write the rows with :func:`write_entries`. The key ``target`` is left out if a row has none."""
+def save(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER, *, keep: bool = False) -> None:
+    """Write the rows with :func:`write_entries`, and print them. The key ``target`` is left out if a row has none."""
     entries = [{key: value for key, value in asdict(r).items() if value is not None} for r in rows]
     write_entries(machine, name, entries, folder, keep=keep)
-
-
-def save(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER) -> None:
-    """Write the rows, and print them."""
-    write(machine, name, rows, folder)
-    show(rows)
-
-
-def show(rows: list[Row]) -> None:
     width = max((len(r.name) for r in rows), default=0)
     for r in rows:
         goal = "" if r.target is None else f"  target {r.target:g} {'met' if r.met else 'MISSED'}"

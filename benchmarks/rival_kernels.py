@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from recurrent_kernel import CHUNK, DEVICE, KEY_HEADS, READ_BYTES, SCALE, STATES, VALUE_HEADS, WIDTH, Case, measured
-from results import new_parser, ratios, row, show, this_machine, write
+from results import new_parser, ratios, row, save, this_machine
 from torch import Tensor
 from vllm_kernels import recurrent_update, sglang_replay
 
@@ -274,8 +274,7 @@ def main() -> None:
             if form in samples and rival not in ("ours", "chunk16")
         ]
         rows += [row(f"{prefix}/{name}_us", times, "us", "lower", digits=2) for name, times in samples.items()]
-        write(this_machine(), NAME, rows, options.folder, keep=True)
-        show(rows)
+        save(this_machine(), NAME, rows, options.folder, keep=True)
     return None
 
 

@@ -49,7 +49,7 @@ def test_folders_are_no_part_of_a_command(arguments: str, command: str, monkeypa
 
 def test_written_results_are_read(tmp_path: pathlib.Path) -> None:
     rows = [results.row("a/1", [1.0, 2.0, 4.0], "us", "lower", 3.0), results.row("a/2", [5.0], "ratio", "higher")]
-    results.write("cpu", "new", rows, tmp_path)
+    results.save("cpu", "new", rows, tmp_path)
     found = results.read("cpu", "new", tmp_path)
     made = results.circumstances()
     one = {"name": "a/1", "value": 2.0, "unit": "us", "better": "lower", "spread": [1.0, 4.0], "target": 3.0}
