@@ -157,6 +157,7 @@ def test_the_audit_finds_a_row_that_was_not_restored(device):
     recovery = replays.manager.recovery
     arguments_of, nothing = recovery._restore, torch.zeros_like(replays.manager.buffers.row_rejected)
     recovery._restore = lambda launch: arguments_of(launch) | {"row_rejected": nothing}
+    replays.manager.bind(Layout({"default": replays.slots}))
     for _ in range(3):
         replays.new_step()
         replays.transaction()
