@@ -39,8 +39,8 @@ def _why_not() -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _leave_out_passed_cases(config, items)
     reason = _why_not()
-    # Servers are other processes, so most of their tests run while the pool's engines do. Those of
-    # `test_readme_commands_exactly_as_written` come last.
+    # Servers are other processes, so most of their tests run while the pool's engines do. Tests that start engines
+    # themselves wait until the pool has ended all others. `test_readme_commands_exactly_as_written` comes last.
     items.sort(key=_turn)
     for item in items:
         if HERE not in item.path.parents:
@@ -67,8 +67,8 @@ def _case_name(item: pytest.Item) -> str:
 
 def _turn(item: pytest.Item) -> int:
     if item.path.name.startswith("test_serve"):
-        return 2 if item.name.startswith("test_readme_commands_exactly_as_written") else 0
-    return 1
+        return 3 if item.name.startswith("test_readme_commands_exactly_as_written") else 0
+    return 1 if _parameters(item).keys() & {"case", "refusal"} else 2
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:
