@@ -190,7 +190,7 @@ def verify(
     ] = None,
     prompts: Annotated[
         pathlib.Path | None,
-        typer.Option(help="File with a text or a JSON list of token ids per line. Default: random."),
+        typer.Option(help="File with a prompt per line. Default: random."),
     ] = None,
     output: Annotated[pathlib.Path, typer.Option(help="Folder for the report and the engine's log.")] = pathlib.Path(
         "verify-output"

@@ -23,12 +23,9 @@ import nwor_ops
 from nwor_ops.cli.report import BAD, GOOD, Report, Stopped, make_folder, read_lines, versions
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.testing.engine_process import CLOSING_SECONDS, EngineFailed, EngineProcess
-from nwor_ops.testing.random_windows import run_window
-from nwor_ops.testing.samples import FAMILIES
+from nwor_ops.testing.random_windows import run_round
 
 SHARE_OF_OPS = 0.1  # of the time, if an engine runs too
-SLICE_SECONDS = 60.0  # of the engine's work between two commands
-LAST_SECONDS = 20.0  # after this time at the end, the engine aborts requests that still run
 PATIENCE_SECONDS = 3600.0  # the start of an engine may download and compile a large model
 _AUDIT_ERROR = re.compile(r"\bAuditError: (.+)$", re.MULTILINE)
 _INVALID = re.compile(r"InvalidArguments: (.*?)(?: \(log: |$)", re.DOTALL)
@@ -66,7 +63,7 @@ class VerifyOptions:
         minutes: time of the comparisons, without the start of the engine.
         seed: seed of the windows and the requests.
         device: device of the ops.
-        prompts: file with a prompt per line for the engine: a text, or a JSON list of token ids. None: random prompts.
+        prompts: file with a prompt per line for the engine. None: random prompts.
         arguments: the arguments of ``vllm serve``. Without them no engine runs.
     """
 
@@ -103,8 +100,8 @@ def check_options(options: VerifyOptions) -> None:
     """Check the options and settings. Raises Stopped."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise Stopped("--device cuda: torch finds no GPU on this machine; `nwor-ops doctor` says why")
-    if options.prompts is not None:
-        _check_prompts(options.prompts, prompts_of(options))
+    if options.prompts is not None and not prompts_of(options):
+        raise Stopped(f"--prompts: {options.prompts} has no prompt")
     if options.arguments:
         try:
             NworConfig.load()
@@ -114,14 +111,6 @@ def check_options(options: VerifyOptions) -> None:
         if off:
             raise Stopped("VLLM_NWOR=off switches the audit off too; unset it")
     make_folder(options.output)
-
-
-def _check_prompts(path: pathlib.Path, prompts: list[str]) -> None:
-    if not prompts:
-        raise Stopped(f"--prompts: {path} has no prompt")
-    for prompt in prompts:
-        if prompt.startswith("[") and not re.fullmatch(r"\[ *(0|[1-9]\d*) *(, *(0|[1-9]\d*) *)*\]", prompt):
-            raise Stopped(f"--prompts: {path} must have a text or a JSON list of token ids per line, got {prompt[:40]}")
 
 
 def prompts_of(options: VerifyOptions) -> list[str]:
@@ -173,23 +162,16 @@ def _compare_ops(options: VerifyOptions, seconds: float, result: Result) -> None
     calls: Counter[str] = Counter()
     started, rounds = time.monotonic(), 0
     while result.error is None and (rounds == 0 or time.monotonic() < started + seconds):
-        _compare_round(options.seed + rounds, options.device, calls, result)
+        seed = options.seed + rounds
+        try:
+            calls += run_round(seed, options.device)
+        except Exception as error:  # of an op, whatever it is
+            message = str(error).strip() if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            result.outcome, result.error = Outcome.OP, f"seed {seed}: {message}"
+            result.command = f"nwor-ops verify --minutes 0 --device {options.device} --seed {seed}"
         rounds += 1
     taken = round(time.monotonic() - started, 1)
     result.ops = {"device": options.device, "rounds": rounds, "seconds": taken, "calls": dict(sorted(calls.items()))}
-
-
-def _compare_round(seed: int, device: str, calls: Counter[str], result: Result) -> None:
-    """Compare a window of each family, and count the calls. Any exception of an op is an error too."""
-    family = ""
-    try:
-        for family in FAMILIES:
-            calls += run_window(family, seed, device)
-    except Exception as error:
-        message = str(error).strip() if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-        result.outcome = Outcome.OP
-        result.error = f"family {family}, seed {seed}: {message}"
-        result.command = f"nwor-ops verify --minutes 0 --device {device} --seed {seed}"
 
 
 # ---------------------------------------------------------------- the engine
@@ -206,7 +188,7 @@ def start_program(options: VerifyOptions, drafts: bool = True) -> EngineProcess:
     }
     program = ("-m", "nwor_ops.cli.verify_engine")
     name = "engine" if drafts else "engine_without_drafts"
-    return EngineProcess(name, job, options.output, environment, program, PATIENCE_SECONDS)
+    return EngineProcess(name, job, options.output, environment, program, PATIENCE_SECONDS + 60 * options.minutes)
 
 
 def _read_arguments(engine: EngineProcess) -> None:
@@ -227,11 +209,7 @@ def _audit_engine(engine: EngineProcess, seconds: float, report: Report, result:
         with report.task("serving a long prompt three times"):
             result.engine["prefix"] = engine.ask("repeat")
         with report.task(f"serving random requests for {seconds / 60:.1f} min"):
-            begun, rest = time.monotonic(), seconds
-            while "requests" not in result.engine or rest > 0:  # a step of a large cache may take seconds
-                result.engine |= engine.ask(f"serve {min(rest, SLICE_SECONDS):.2f}")
-                rest = begun + seconds - time.monotonic()
-            result.engine |= engine.ask(f"finish {LAST_SECONDS}")
+            result.engine |= engine.ask(f"serve {seconds:.2f}")
         if not audited_windows(result.engine["audits"]):
             result.outcome = Outcome.NOTHING
     except EngineFailed as error:
@@ -295,20 +273,15 @@ def _as_dict(options: VerifyOptions, result: Result) -> dict[str, Any]:
         "seed": options.seed,
         "prompts": "random" if options.prompts is None else "from a file",
         "versions": versions(),
-        "machine": machine(),
+        "machine": {
+            "machine": platform.machine(),
+            "kernel": platform.release(),
+            "cuda": torch.version.cuda,
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+            "libraries": [library.kind for library in nwor_ops.LIBRARIES if library.loaded],
+        },
         "ops": result.ops,
         "engine": result.engine,
-    }
-
-
-def machine() -> dict[str, Any]:
-    """Return the devices of this machine, and the libraries that load here."""
-    return {
-        "machine": platform.machine(),
-        "kernel": platform.release(),
-        "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "libraries": [library.kind for library in nwor_ops.LIBRARIES if library.loaded],
     }
 
 

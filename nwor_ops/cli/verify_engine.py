@@ -6,8 +6,8 @@ A job is ``{"arguments": arguments of vllm serve, "drafts": whether it speculate
 
 - ``start``: start the engine. Its environment switches the audit on.
 - ``repeat``: serve a long prompt three times. Return how much of it was in the prefix cache.
-- ``serve SECONDS``: add, abort and serve random requests for this time. At least one step runs.
-- ``finish SECONDS``: serve the requests that still run, and abort them after this time. Return the audit's summary.
+- ``serve SECONDS``: add, abort and serve random requests for this time, at least for one step. Then serve those that
+  still run, and abort them after ``LAST_SECONDS``. Return the counts of requests and the audit's summary.
 
 An error of the audit ends the process. Its log then has the line ``AuditError: ...``.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import random
 import sys
 import time
@@ -29,6 +28,7 @@ from nwor_ops.config import NworConfig
 from nwor_ops.testing.engine_process import serve
 
 MOST_CLIENTS = 32
+LAST_SECONDS = 20.0
 MOST_TOKENS = 64  # in an answer
 LONGEST_PROMPT = 1500
 REMEMBERED = 50  # prompts that may come again
@@ -60,12 +60,10 @@ class AuditedEngine:
         return versions()
 
     def answer(self, line: str) -> dict[str, Any]:
-        command, *numbers = line.split()
-        if command == "start":
-            return self.start()
-        if command == "repeat":
-            return self.repeat()
-        return self.serve(float(numbers[0])) if command == "serve" else self.finish(float(numbers[0]))
+        command, *seconds = line.split()
+        commands: dict[str, Any] = {"start": self.start, "repeat": self.repeat, "serve": self.serve}
+        answer: dict[str, Any] = commands[command](*map(float, seconds))
+        return answer
 
     def start(self) -> dict[str, Any]:
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -100,10 +98,7 @@ class AuditedEngine:
             while len(self._running) < self._clients:
                 self._add()
             self._step()
-        return {"requests": dict(self._counts)}
-
-    def finish(self, seconds: float) -> dict[str, Any]:
-        until = time.monotonic() + seconds
+        until = time.monotonic() + LAST_SECONDS
         while self._running and time.monotonic() < until:
             self._step()
         self._abort(list(self._running))
@@ -147,8 +142,7 @@ class AuditedEngine:
     def _prompt(self) -> Any:
         """Return one of the user's prompts, an earlier prompt, one that begins like an earlier one, or a new one."""
         if self._texts:
-            text = self._dice.choice(self._texts)
-            return {"prompt_token_ids": json.loads(text)} if text.startswith("[") else text
+            return self._dice.choice(self._texts)
         kind = self._dice.random()
         if not self._seen or kind < 0.5:
             tokens = self._random_tokens()

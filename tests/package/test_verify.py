@@ -65,7 +65,7 @@ def test_wrong_op_comes_with_its_command(how, tmp_path, capsys, monkeypatch):
     assert run_verify(options(tmp_path, minutes=1.0), Report("verify")) == Outcome.OP
     printed = capsys.readouterr().out
     assert "an op differs from its oracle (exit code 3)" in printed
-    seed = re.search(r"family staging, seed (\d+): ", printed)
+    seed = re.search(r"error: seed (\d+): ", printed)
     assert seed is not None
     assert ("RuntimeError: the device is lost" if how == "raises" else "move_slots") in printed
     assert f"command: nwor-ops verify --minutes 0 --device cpu --seed {seed[1]}\n" in printed
@@ -128,7 +128,7 @@ def start_program(folder: Path, monkeypatch, **replaced: str) -> None:
         ({}, Outcome.FINE, None, None),
         ({"VERIFIED": "0"}, Outcome.NOTHING, None, None),
         ({"COMMAND": "start", "FAILURE": NO_MEMORY}, Outcome.START, None, "stopped: ValueError: no memory left"),
-        ({"COMMAND": "finish", "FAILURE": NO_MEMORY}, Outcome.ENDED, None, "stopped: ValueError: no memory left"),
+        ({"COMMAND": "serve", "FAILURE": NO_MEMORY}, Outcome.ENDED, None, "stopped: ValueError: no memory left"),
         ({"COMMAND": "serve", "FAILURE": "sys.exit(9)"}, Outcome.ENDED, None, "ended with exit code 9"),
         ({"COMMAND": "serve", "FAILURE": AUDIT_ERROR}, Outcome.ENGINE, "nwor audit, step 3: 1 bytes", None),
         ({"COMMAND": "start", "FAILURE": AUDIT_ERROR}, Outcome.ENGINE, "nwor audit, step 3: 1 bytes", None),
@@ -146,17 +146,6 @@ def test_engine_end_decides_exit_code(replaced, outcome, error, vllm_error, tmp_
     assert found.pop("vllm_error") is None or json.loads(report) == found
     assert (tmp_path / "engine.log").exists()
     assert not (tmp_path / "engine.job.json").exists()
-
-
-@pytest.mark.parametrize(("step_seconds", "fewest", "most"), [(0.0, 10, 10**6), (0.4, 1, 4)])
-def test_engine_serves_until_time_is_over(step_seconds, fewest, most, tmp_path, monkeypatch):
-    """With a large cache one step may take longer than asked for."""
-    log = tmp_path / "commands"
-    failure = f"__import__('time').sleep({step_seconds}); open({str(log)!r}, 'a').write(line)"
-    start_program(tmp_path, monkeypatch, COMMAND="serve", FAILURE=failure)
-    monkeypatch.setattr(verify, "SLICE_SECONDS", 0.05)
-    assert run_verify(options(tmp_path, arguments=("MODEL",), minutes=1 / 60), JSON) == Outcome.FINE
-    assert fewest <= len(log.read_text().splitlines()) <= most
 
 
 def test_audited_states_of_vllm_are_counted(tmp_path, capsys, monkeypatch):
@@ -210,7 +199,7 @@ def test_one_line_to_paste_names_everything(replaced, end, tmp_path, capsys, mon
 
 def test_interrupted_command_names_what_it_awaits(tmp_path, capsys, monkeypatch):
     interrupt = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT)"
-    start_program(tmp_path, monkeypatch, COMMAND="serve", FAILURE=interrupt)
+    start_program(tmp_path, monkeypatch, COMMAND="serve 54.00", FAILURE=interrupt)  # the ops had a tenth of the time
     with pytest.raises(Stopped, match=r"^interrupted$") as caught:
         run_verify(options(tmp_path, arguments=("MODEL",), minutes=1.0), Report("verify"))
     assert caught.value.code == Outcome.INTERRUPTED == 130
@@ -237,9 +226,6 @@ def test_vllm_refuses_arguments(tmp_path, monkeypatch):
         ({"output": Path("dangling")}, {}, "--output: no file can be created in dangling: "),
         ({"prompts": "none"}, {}, "--prompts: none cannot be read: No such file or directory"),
         ({"prompts": "\n \n"}, {}, "--prompts: prompts has no prompt"),
-        ({"prompts": "fine\n[1, 2\n"}, {}, "text or a JSON list of token ids per line, got [1, 2"),
-        ({"prompts": "[007]\n"}, {}, "text or a JSON list of token ids per line, got [007]"),
-        ({"prompts": "[]\n"}, {}, "text or a JSON list of token ids per line, got []"),
         ({"arguments": ("M",)}, {"VLLM_NWOR_MODE": "cwo"}, "nwor: mode must be one of off, cow, stage, got 'cwo'"),
         ({"arguments": ("M",)}, {"VLLM_NWOR": "off"}, "VLLM_NWOR=off switches the audit off too; unset it"),
     ],
@@ -265,10 +251,10 @@ def test_invalid_options_are_refused(changes, variables, complaint, tmp_path, mo
 def test_prompts_are_lines_of_a_file(tmp_path):
     """Only a newline ends a line: texts have other separators."""
     path = tmp_path / "prompts"
-    path.write_text("one\u2028two\n\n[1, 22,3]\n", encoding="utf-8")
+    path.write_text("one\u2028two\n\n  three\n", encoding="utf-8")
     given = options(tmp_path, prompts=path)
     check_options(given)
-    assert verify.prompts_of(given) == ["one\u2028two", "[1, 22,3]"]
+    assert verify.prompts_of(given) == ["one\u2028two", "three"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -11,11 +11,12 @@ import planted_server
 import pytest
 from engines import ENVIRONMENT, NGRAM
 from processes import environment
+from tiny_models import write_served_llama
 
 from nwor_ops.cli.verify import Outcome
 from nwor_ops.testing.tiny_llama import write_tiny_llama
 
-PROMPT = [11, 12, 13, 14, 15, 11, 12, 13, 14, 15, 11, 12, 13, 14, 15, 11, 12]
+PROMPT = "t11 t12 t13 t14 t15 t11 t12 t13 t14 t15 t11 t12 t13 t14 t15 t11 t12"
 ARGUMENTS = [
     "--skip-tokenizer-init", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager",
     "--num-gpu-blocks-override", "96", "--block-size", "32", "--speculative-config", json.dumps(NGRAM),
@@ -37,10 +38,9 @@ def verify(folder: Path, *options: str, arguments: list[str], **variables: str) 
 
 def test_wrong_byte_is_reported_without_secrets(tmp_path):
     """The report has no argument, prompt or path. The engine's log stays on this machine."""
-    model = write_tiny_llama(tmp_path / "tiny")
     prompts = tmp_path / "prompts"
-    prompts.write_text(json.dumps(PROMPT) + "\n")
-    arguments = [str(model), *ARGUMENTS, "--served-model-name", "s3cr3t"]
+    prompts.write_text(PROMPT + "\n")
+    arguments = [write_served_llama(tmp_path / "tiny"), *ARGUMENTS[1:], "--served-model-name", "s3cr3t"]
     finished = verify(
         tmp_path, "--minutes", "0", "--prompts", str(prompts), arguments=arguments, PLANTED_BYTE="1"
     )  # fmt: skip
@@ -52,7 +52,7 @@ def test_wrong_byte_is_reported_without_secrets(tmp_path):
     assert found["error"].startswith("nwor audit, step ")
     assert " 1 bytes differ from the expected ones" in found["error"]
     assert found["error"] in (tmp_path / "out" / "engine.log").read_text()
-    for private in ("s3cr3t", str(PROMPT)[1:-1], str(tmp_path)):
+    for private in ("s3cr3t", PROMPT, str(tmp_path)):
         assert private not in report
 
 
