@@ -17,7 +17,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -210,7 +210,7 @@ def prepare(options: BenchOptions) -> Any:
     try:
         with stopping_if_refused(options.arguments[0]):
             config = check.configure(options.arguments)
-            predictions = check.look(options.arguments).predictions
+            predictions = check.look(config).predictions
     finally:
         os.environ.clear()
         os.environ.update(environment)
@@ -310,68 +310,50 @@ def _measure(options: BenchOptions, report: Report) -> tuple[dict[str, Any], lis
     with report.task(f"checking whether {options.feature} runs with these arguments"):
         config = prepare(options)
         client = Client(options.client_arguments, config.model_config, options.output / "client.log")
-    servers, plan = Servers(options, memory_arguments(options, config), report), Plan(options, client)
-    measure_rounds(options, report, servers, plan)
+    servers = Servers(options, memory_arguments(options, config), report)
     same_drafts = all(feature.same_drafts for feature in options.features)
-    loads = [Load(requests, runs, same_drafts) for requests, runs in plan.runs.items()]
+    measured = measure_rounds(options, report, servers, client)
+    loads = [Load(requests, runs, same_drafts) for requests, runs in measured.items()]
     return _describe(options, config, servers, loads) | {"seconds": round(time.monotonic() - started, 1)}, loads
 
 
-def measure_rounds(options: BenchOptions, report: Report, servers: Servers, plan: Plan) -> None:
-    """Measure all rounds: with servers that both run all the time, or started in turn for each round and side.
+def measure_rounds(
+    options: BenchOptions, report: Report, servers: Servers, client: Client
+) -> dict[int, dict[str, list[Run]]]:
+    """Return the runs of all rounds by load and side. The order of the sides turns from round to round.
 
-    The order of the sides turns from round to round.
+    Both servers run all the time, or one server starts for each round and side.
     """
+    runs: dict[int, dict[str, list[Run]]] = {requests: {side: [] for side in SIDES} for requests in options.requests}
+    prompts: dict[int, int] = {}  # of a run, by load; the same for all runs
+    total = options.rounds * len(options.requests) * len(SIDES)
+
+    def warm_up(server: Server) -> None:
+        """Run every load once. The first server's speed decides how many prompts a run of some seconds has."""
+        for requests in options.requests:
+            client.run(server, requests, requests, WARM_UP_SEEDS[0])
+            if requests not in prompts:
+                tried = client.run(server, requests, 2 * requests, WARM_UP_SEEDS[1])
+                prompts[requests] = max(1, round(options.seconds / (tried.seconds / 2))) * requests
+
     with contextlib.ExitStack() as stack:
         both: dict[str, Server] = {}
         if not options.restart:
             with report.task(f"starting two servers, vanilla and {options.feature}"):
                 both = stack.enter_context(servers.running(*SIDES))
-        minutes = math.ceil(plan.total * options.seconds / 60)
-        with report.task(f"measuring {options.rounds} rounds, about {minutes} min", plan.total) as advance:
+        minutes = math.ceil(total * options.seconds / 60)
+        with report.task(f"measuring {options.rounds} rounds, about {minutes} min", total) as advance:
             for server in both.values():
-                plan.warm_up(server)
+                warm_up(server)
             for number in range(options.rounds):
-                order = SIDES if number % 2 == 0 else SIDES[::-1]
-                if both:
-                    for requests in options.requests:
-                        for side in order:
-                            plan.run(side, both[side], requests, number, advance)
-                    continue
-                for side in order:
-                    with servers.running(side) as started:
-                        plan.warm_up(started[side])
+                for side in SIDES if number % 2 == 0 else SIDES[::-1]:
+                    with contextlib.nullcontext(both) if both else servers.running(side) as started:
+                        if not both:
+                            warm_up(started[side])
                         for requests in options.requests:
-                            plan.run(side, started[side], requests, number, advance)
-
-
-class Plan:
-    """Runs the client, and decides how many prompts a run has. Runs of one load have equally many.
-
-    Attributes:
-        runs: by load and side, in the order of the rounds.
-        total: how many runs are measured.
-    """
-
-    def __init__(self, options: BenchOptions, client: Client) -> None:
-        self._options, self._client = options, client
-        self._prompts: dict[int, int] = {}
-        self.runs: dict[int, dict[str, list[Run]]] = {load: {side: [] for side in SIDES} for load in options.requests}
-        self.total = options.rounds * len(options.requests) * len(SIDES)
-
-    def warm_up(self, server: Server) -> None:
-        """Run every load once. The first server's speed decides how many prompts a run of some seconds has."""
-        for requests in self._options.requests:
-            self._client.run(server, requests, requests, WARM_UP_SEEDS[0])
-            if requests not in self._prompts:
-                tried = self._client.run(server, requests, 2 * requests, WARM_UP_SEEDS[1])
-                waves = self._options.seconds / (tried.seconds / 2)
-                self._prompts[requests] = max(1, round(waves)) * requests
-
-    def run(self, side: str, server: Server, requests: int, number: int, advance: Callable[[], None]) -> None:
-        """Measure one run of a round."""
-        self.runs[requests][side].append(self._client.run(server, requests, self._prompts[requests], number))
-        advance()
+                            runs[requests][side].append(client.run(started[side], requests, prompts[requests], number))
+                            advance()
+    return runs
 
 
 # ---------------------------------------------------------------- result

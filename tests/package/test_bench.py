@@ -327,22 +327,17 @@ class Machine:
 def test_sides_run_the_same_in_turn(restart: bool, tmp_path: pathlib.Path) -> None:
     options = BenchOptions("chunk", ("MODEL",), tmp_path, requests=(1, 4), rounds=2, seconds=5.1, restart=restart)
     machine: Any = Machine()
-    plan = bench.Plan(options, machine)
-    bench.measure_rounds(options, Report("bench"), machine, plan)
-    measured = [asked for asked in machine.runs if asked[3] not in bench.WARM_UP_SEEDS]
+    runs = bench.measure_rounds(options, Report("bench"), machine, machine)
+    measured = [one for one in machine.runs if one[3] not in bench.WARM_UP_SEEDS]
     # A request takes half a second, so 5.1 seconds are enough for 10, one after the other.
     first, second = [(requests, 10 * requests, 0) for requests in (1, 4)], [(1, 10, 1), (4, 40, 1)]
     turned = SIDES[::-1]
-    if restart:
-        assert measured == [
-            *((side, *run) for side in SIDES for run in first), *((side, *run) for side in turned for run in second),
-        ]  # fmt: skip
-        assert machine.started == [*SIDES, *turned]
-    else:
-        assert measured == [
-            *((side, *run) for run in first for side in SIDES), *((side, *run) for run in second for side in turned),
-        ]  # fmt: skip
-        assert machine.started == [*SIDES]
+    assert measured == [
+        *((side, *run) for side in SIDES for run in first), *((side, *run) for side in turned for run in second),
+    ]  # fmt: skip
+    assert machine.started == [*SIDES, *(turned if restart else ())]
     warmed_up = {(server, requests) for server, requests, _, seed in machine.runs if seed in bench.WARM_UP_SEEDS}
     assert warmed_up == set(itertools.product(SIDES, (1, 4)))
-    assert {len(runs) for of_load in plan.runs.values() for runs in of_load.values()} == {2}
+    assert {
+        requests: {side: [one.prompts for one in of] for side, of in sides.items()} for requests, sides in runs.items()
+    } == {requests: dict.fromkeys(SIDES, [10 * requests] * 2) for requests in (1, 4)}
