@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,29 +15,23 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGER[tensor.element_size()])
 
 
-def element_view(cache: Tensor, block: int, offset: int, head: int, width: int, page_offsets: Tensor) -> Tensor:
-    """One element of a page whose inner order is a table: a view [1] of the same storage."""
-    place = block * cache.stride(0) + head * cache.stride(2) + int(page_offsets[offset, width])
-    return raw(cache.as_strided((1,), (1,), cache.storage_offset() + place))
+def _row(cache: Tensor, slot: int, page_offsets: Tensor | None) -> tuple[Tensor, Any]:
+    """Return a tensor of integers and an index, which selects one slot of a plane as ``[H, W]``."""
+    block, offset = divmod(slot, cache.shape[1])
+    if page_offsets is None:
+        return raw(cache), (block, offset)
+    heads = torch.arange(cache.shape[2])[:, None] * cache.stride(2)  # the inner order of a page is a table
+    places = cache.storage_offset() + block * cache.stride(0) + heads + page_offsets[offset]
+    size = cache.untyped_storage().nbytes() // cache.element_size()
+    return raw(cache.as_strided((size,), (1,), 0)), (places,)
 
 
 def read_row(cache: Tensor, slot: int, page_offsets: Tensor | None) -> Tensor:
     """A copy of one slot of a plane: integers [H, W]."""
-    block, offset = divmod(slot, cache.shape[1])
-    if page_offsets is None:
-        return raw(cache)[block, offset].clone()
-    _, _, heads, width = cache.shape
-    rows = [
-        [int(element_view(cache, block, offset, h, w, page_offsets)[0]) for w in range(width)] for h in range(heads)
-    ]
-    return torch.tensor(rows).view(heads, width)
+    integers, index = _row(cache, slot, page_offsets)
+    return integers[index].clone()
 
 
 def write_row(cache: Tensor, slot: int, row: Tensor, page_offsets: Tensor | None) -> None:
-    block, offset = divmod(slot, cache.shape[1])
-    if page_offsets is None:
-        raw(cache)[block, offset] = row
-        return
-    for h in range(cache.shape[2]):
-        for w in range(cache.shape[3]):
-            element_view(cache, block, offset, h, w, page_offsets)[0] = row[h, w]
+    integers, index = _row(cache, slot, page_offsets)
+    integers[index] = row

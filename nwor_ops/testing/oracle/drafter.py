@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from nwor_ops.testing.raw_rows import raw
+
 PAD = -1
 
 
@@ -78,9 +80,7 @@ def update_draft_inputs(
         if sample_positions is not None:
             sample_positions[row] += 1
         if hidden_states is not None:
-            integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[hidden_states.element_size()]
-            for place in range(hidden_states.size(1)):
-                next_hidden_states.view(integers)[row, place] = hidden_states.view(integers)[row, place]
+            raw(next_hidden_states)[row] = raw(hidden_states)[row]
         if advance_positions:
             positions[row] = min(int(positions[row]) + 1, max_model_len - 1)
             seq_lens[row] = min(int(seq_lens[row]) + 1, max_model_len)
@@ -207,9 +207,7 @@ def gumbel_sample(
         token = 0
         if state >= 0:
             if logits_cache is not None:
-                integers = {2: torch.int16, 4: torch.int32}[logits.element_size()]
-                cache = logits_cache.view(integers)
-                cache[state, of_row, : logits.size(1)] = logits.view(integers)[row]
+                raw(logits_cache)[state, of_row, : logits.size(1)] = raw(logits)[row]
             draws = float(temperature[state]) >= 2.0**-126
             noise_of_tokens = noise(int(seeds[state]), int(positions[row]), of_row, logits.size(1)) if draws else None
             token = _choose(logits[row], float(temperature[state]), noise_of_tokens)
@@ -353,7 +351,6 @@ def argmax_draft_tokens(logits, token_ids, tokens, values=None) -> None:
 
 def expand_draft_logits(logits, row_of_token, out) -> None:
     out.fill_(-math.inf)
-    integers = {2: torch.int16, 4: torch.int32}[logits.element_size()]
     for token, row in enumerate(row_of_token.tolist()):
         if row >= 0:
-            out.view(integers)[:, token] = logits.view(integers)[:, row]
+            raw(out)[:, token] = raw(logits)[:, row]

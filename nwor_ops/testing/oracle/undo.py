@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops.testing.oracle.accept import reject_by_counts
-from nwor_ops.testing.raw_rows import element_view, raw
+from nwor_ops.testing.raw_rows import raw, read_row, write_row
 
 # ---------------------------------------------------------------- fp8
 
@@ -65,13 +65,10 @@ def _stored(source: Tensor, token: int, scale: Tensor, kv_cache_dtype: str) -> T
 
 
 def write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype) -> None:
-    block_size = key_cache.size(1)
     for token, slot in enumerate(slot_mapping.tolist()):
-        if slot < 0:
-            continue
-        block, offset = divmod(slot, block_size)
-        raw(key_cache)[block, offset] = _stored(key, token, k_scale, kv_cache_dtype)
-        raw(value_cache)[block, offset] = _stored(value, token, v_scale, kv_cache_dtype)
+        if slot >= 0:
+            write_row(key_cache, slot, _stored(key, token, k_scale, kv_cache_dtype), None)
+            write_row(value_cache, slot, _stored(value, token, v_scale, kv_cache_dtype), None)
 
 
 def write_kv_logged(
@@ -84,25 +81,17 @@ def write_kv_logged(
 
 
 def log_slots(cache, slot_mapping, log_rows, log, page_offsets=None, window_id=None, row_windows=None) -> None:
-    _, block_size, num_heads, width = cache.shape
     for slot, row in zip(slot_mapping.tolist(), log_rows.tolist(), strict=False):
         if slot < 0 or row < 0:
             continue
         if row_windows is not None:
             row_windows[row] = window_id[0]
-        block, offset = divmod(slot, block_size)
-        if page_offsets is None:
-            raw(log)[row] = raw(cache)[block, offset]
-            continue
-        for head in range(num_heads):
-            for w in range(width):
-                raw(log)[row, head, w] = element_view(cache, block, offset, head, w, page_offsets)[0]
+        raw(log)[row] = read_row(cache, slot, page_offsets)
 
 
 def restore_slots(
     caches, log, row_slots, row_rejected, page_offsets=None, window_id=None, row_windows=None, num_rows=None
 ) -> None:
-    _, block_size, num_heads, width = caches[0].shape
     last = log.shape[1] if num_rows is None else num_rows
     for layer, cache in enumerate(caches):
         for row, (slot, rejected) in enumerate(zip(row_slots.tolist(), row_rejected.tolist(), strict=True)):
@@ -110,14 +99,7 @@ def restore_slots(
                 continue
             if row_windows is not None and row_windows[layer, row] != window_id[0]:
                 continue  # this layer did not log the row in this window
-            block, offset = divmod(slot, block_size)
-            if page_offsets is None:
-                raw(cache)[block, offset] = raw(log)[layer, row]
-                continue
-            for head in range(num_heads):
-                for w in range(width):
-                    element = element_view(cache, block, offset, head, w, page_offsets)
-                    element[0] = raw(log)[layer, row, head, w]
+            write_row(cache, slot, raw(log)[layer, row], page_offsets)
 
 
 def restore_slots_from_rejected(
