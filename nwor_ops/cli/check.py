@@ -52,9 +52,9 @@ def run_check(arguments: Sequence[str], report: Report) -> int:
     check_model("MODEL", arguments[0])
     silence_vllm()
     with report.task("checking the engine's arguments"), stopping_if_refused(arguments[0]):
-        from nwor_ops.vllm.check import look
+        from nwor_ops.vllm.check import configure, look
 
-        preview = look(arguments)
+        preview = look(configure(arguments))
     report.json(as_dict(preview))
     print_preview(preview, report)
     return outcome_of(preview).value

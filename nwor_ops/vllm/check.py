@@ -91,7 +91,13 @@ def configure(arguments: Sequence[str], **defaults: Any) -> Any:
     Raises:
         SystemExit: an argument is unknown or malformed; vLLM's parser has printed the reason.
         InvalidEngine: vLLM refuses the configuration, or cannot read the model's.
+        ValueError: a setting of the plugin is invalid, or vLLM finds no device.
     """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified():
+        raise ValueError("vLLM finds no device on this machine; run the command on the machine of the engine")
+    NworConfig.load()  # an invalid variable is not vLLM's mistake
     return configuration(engine_arguments(arguments, **defaults))
 
 
@@ -134,16 +140,10 @@ def _first_sentence(error: Exception) -> str:
 # ---------------------------------------------------------------- the checks of start-up
 
 
-def look(arguments: Sequence[str]) -> Preview:
-    """Check an engine that has not started, from the arguments of ``vllm serve``. Raises like :func:`configure`, and
-    ValueError if a setting of the plugin is invalid, or vLLM finds no device."""
+def look(vllm_config: Any) -> Preview:
+    """Check an engine that has not started, from its configuration."""
     import vllm
-    from vllm.platforms import current_platform
 
-    if current_platform.is_unspecified():
-        raise ValueError("vLLM finds no device on this machine; run the check on the machine of the engine")
-    NworConfig.load()  # an invalid variable is not vLLM's mistake
-    vllm_config = configure(arguments)
     settings = settings_of(vllm_config)
     speculation = vllm_config.speculative_config
     engine = {

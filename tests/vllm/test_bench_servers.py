@@ -18,7 +18,7 @@ from tiny_models import write_served_llama
 from nwor_ops.cli.bench import BenchOptions, Outcome, memory_arguments, prepare
 from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA
 from nwor_ops.cli.report import Stopped
-from nwor_ops.vllm.check import look
+from nwor_ops.vllm.check import configure, look
 
 SPECULATION = ("--speculative-config", json.dumps(NGRAM))
 ONE_DRAFT = f"--speculative-config '{json.dumps(NGRAM | {'num_speculative_tokens': 1})}'"
@@ -41,7 +41,7 @@ def prepared(arguments: list[str], feature: str, **changes: Any) -> tuple[str, s
 def reasons(arguments: list[str]) -> dict[str, str]:
     return {
         prediction.feature: prediction.reasons[0].why
-        for prediction in look(arguments).predictions
+        for prediction in look(configure(arguments)).predictions
         if prediction.reasons
     }
 

@@ -37,7 +37,7 @@ CONNECTOR = {
 
 def looked(arguments: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
     os.environ.update(environment)
-    return json.loads(json.dumps(as_dict(look(arguments))))
+    return json.loads(json.dumps(as_dict(look(configure(arguments)))))
 
 
 def predictions(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
