@@ -40,10 +40,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--nightly"):
         settings.load_profile("nightly")
-    try:
-        processor.limit_compiler()
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
 
 
 def _devices(config: pytest.Config) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import asan
-import processor
 import pytest
 from older_glibc import link_flags
 from processes import ROOT
@@ -53,21 +52,6 @@ def test_library_is_linked_for_older_glibc(tmp_path: Path) -> None:
 def test_nothing_is_added_for_old_symbols(tmp_path: Path) -> None:
     build("double sqrt(double); double f(double x) { return sqrt(x); }", "-o", "plain.so", "-lm", folder=tmp_path)
     assert link_flags(tmp_path / "plain.so", (2, 28), "g++", tmp_path / "older") == []
-
-
-# ---------------------------------------------------------------- limits of tests/support/processor.py
-
-
-def test_width_of_the_compiler_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import config, cpu_vec_isa
-
-    with config.patch({"cpp.simdlen": config.cpp.simdlen}):
-        monkeypatch.setenv(processor.SIMDLEN, "0")
-        processor.limit_compiler()
-        assert not cpu_vec_isa.pick_vec_isa()
-        monkeypatch.setenv(processor.SIMDLEN, "1024")
-        with pytest.raises(ValueError, match="NWOR_TEST_SIMDLEN=1024, but Inductor generates code of 0 bits"):
-            processor.limit_compiler()
 
 
 # ---------------------------------------------------------------- tools/asan.py
