@@ -7,27 +7,16 @@ import math
 import pytest
 import torch
 from draft_examples import poisoned
+from oracle_checks import assert_same_as_cpu
 from tensors import int64
 
 from nwor_ops import ops
-from nwor_ops.testing.layouts import same_memory, surrounded, twin
+from nwor_ops.testing.layouts import surrounded, twin
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 # ---------------------------------------------------------------- gumbel_sample: bit-identical draws
-
-
-def same_as_cpu(op, arguments, device):
-    """Run an op on the CPU and on a copy on the GPU, compare every byte of all memory, and return the GPU copy.
-
-    It is used for vocabularies for which the oracle is slow. Other tests compare the CPU kernels with the oracle.
-    """
-    theirs, ours = twin(arguments), twin(arguments, device)
-    getattr(ops, op)(*theirs)
-    getattr(ops, op)(*ours)
-    assert same_memory(ours, theirs), op
-    return ours
 
 
 def sampling(logits, temperature, seed=0, cache=False, states=None):
@@ -55,14 +44,16 @@ VOCABULARIES = [1, 2, 7, 255, 4095, 4096, 4097, 8191, 8192, 8193, 32_003, 128_25
 def test_draws_are_the_cpu_s(device, dtype, vocab, temperature):
     rows = 6 if vocab > 10_000 else 17
     for scale in (0.0, 1.0, 12.0):  # equal logits, flat logits, one very large logit
-        same_as_cpu("gumbel_sample", sampling(random_logits(rows, vocab, dtype, scale), temperature, vocab), device)
+        assert_same_as_cpu(
+            "gumbel_sample", sampling(random_logits(rows, vocab, dtype, scale), temperature, vocab), device
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.2e-38, 1e-30, 1e-6, 1e6, 1e30, 3e38, 1e-39])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_temperatures(device, dtype, temperature):
     for scale in (1e-3, 1.0, 1e4):
-        same_as_cpu("gumbel_sample", sampling(random_logits(9, 9001, dtype, scale), temperature), device)
+        assert_same_as_cpu("gumbel_sample", sampling(random_logits(9, 9001, dtype, scale), temperature), device)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -80,7 +71,7 @@ def test_logits_that_are_no_numbers(device, dtype, temperature):
     logits[8] = 0.0
     logits[8, 1::2] = -0.0
     logits[9, :19_999] = -math.inf
-    ours = same_as_cpu("gumbel_sample", sampling(logits, temperature), device)
+    ours = assert_same_as_cpu("gumbel_sample", sampling(logits, temperature), device)
     drawn = [ours[6][row, row % 3].item() for row in range(10)]
     assert drawn[4] == drawn[5] == drawn[7] == 0
     assert drawn[9] == 19_999
@@ -95,15 +86,15 @@ def test_logits_and_cache_of_any_placement(device, dtype):
         logits = random_logits(5, vocab, dtype)
         for offset in (0, 1, 3, 8):
             shifted = torch.zeros(5 * vocab + offset, dtype=dtype)[offset:].view(5, vocab).copy_(logits)
-            same_as_cpu("gumbel_sample", sampling(shifted, 0.8, cache=True), device)
+            assert_same_as_cpu("gumbel_sample", sampling(shifted, 0.8, cache=True), device)
         transposed = surrounded(logits.T.contiguous()).T
-        same_as_cpu("gumbel_sample", sampling(transposed, 0.8, cache=True, states=(4, -1, 0, 2, 1)), device)
+        assert_same_as_cpu("gumbel_sample", sampling(transposed, 0.8, cache=True, states=(4, -1, 0, 2, 1)), device)
         for spare in (0, 1, 8):
             arguments = list(sampling(logits, 0.0, states=(4, -1, 0, 2, 1)))
             arguments[7] = surrounded(torch.zeros(5, 3, vocab + spare, dtype=dtype))
-            same_as_cpu("gumbel_sample", tuple(arguments), device)
+            assert_same_as_cpu("gumbel_sample", tuple(arguments), device)
             aligned = torch.zeros(5, 3, vocab + spare, dtype=dtype)
-            same_as_cpu("gumbel_sample", (*arguments[:7], aligned), device)
+            assert_same_as_cpu("gumbel_sample", (*arguments[:7], aligned), device)
 
 
 @pytest.mark.parametrize("own_workspace", [True, False])

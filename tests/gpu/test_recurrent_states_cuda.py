@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import accumulate
 
 import pytest
 import torch
+from no_sync import no_waits
 from recurrent_states import CHUNK, CHUNK_KINDS, KINDS, Decoding
 
 TOKENS = 20
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_a_wait_is_found(device):
-    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+    with no_waits(), pytest.raises(RuntimeError, match="synchroniz"):
         torch.ones(1, device=device).item()
 
 
@@ -56,7 +46,7 @@ def test_nothing_waits_and_layers_are_replayed(device, chunk):
         num_kept = decoding.tensor(stay.get(slot, -7) for slot in order)
         folded = decoding.tensor([1, 3])
         cancelled = step % 7 == 6
-        with no_waiting():
+        with no_waits():
             states.begin(state_slots, starts)
             for name in kinds:
                 for part, tensor in inputs[name].items():
@@ -73,14 +63,14 @@ def test_nothing_waits_and_layers_are_replayed(device, chunk):
         if cancelled and not chunk:
             decoding.assert_folded(*windows)
         if step % 5 == 0:
-            with no_waiting():
+            with no_waits():
                 states.fold(folded)
             decoding.assert_folded(1, 3)
             for layer in decoding.every_state.values():
                 for slot in (1, 3):
                     layer.begin_chunk(slot)
     sources, targets, gone = (decoding.tensor(some) for some in ([1, 2], [5, 6], [4]))
-    with no_waiting():
+    with no_waits():
         states.copy(sources, targets)
         states.reset(gone)
         states.fold(sources)

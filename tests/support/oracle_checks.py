@@ -18,6 +18,15 @@ def assert_same_as_oracle(op: str, arguments: Any, device: str = "cpu") -> Any:
     return ours
 
 
+def assert_same_as_cpu(op: str, arguments: Any, device: str) -> Any:
+    """Compare an op on a device with its CPU kernel in all memory, if the oracle is slow. Return the op's twin."""
+    theirs, ours = twin(arguments), twin(arguments, device)
+    getattr(ops, op)(*theirs)
+    getattr(ops, op)(*ours)
+    assert same_memory(ours, theirs), op
+    return ours
+
+
 def refuse(op: str, arguments: Any, error: type[Exception], sentence: str) -> None:
     """Check that an op refuses these arguments, writes nothing, and raises a matching message that begins with its
     name."""
