@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from math import prod
 
 import pytest
 import torch
-from recurrent_states import CHUNK, CHUNK_KINDS, KINDS, Decoding, in_double_precision
+from recurrent_states import KINDS, Decoding, in_double_precision
 from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 
-from nwor_ops import RecurrentCache, RecurrentStates, ops
+from nwor_ops import RecurrentCache, RecurrentStates
 from nwor_ops.recurrent.cursors import SkippedRequests
 from nwor_ops.transaction.protocol import State
 
@@ -64,75 +63,6 @@ def test_the_text_equals_that_of_the_plain_recurrence(device, kind):
 
 
 # ---------------------------------------------------------------- errors in the middle of a call
-
-
-OPS = {"begin": "plan_recurrent_window", "cancel": "gated_delta_fold", "fold": "plan_recurrent_fold",
-       "folding": "gated_delta_fold", "copy": "gated_delta_fold"}  # fmt: skip
-CANCELLED = [(call, number) for call, op in OPS.items() for number in range(3 if op == "gated_delta_fold" else 1)]
-
-
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("chunk", [0, CHUNK])
-@pytest.mark.parametrize(("call", "number"), CANCELLED)
-def test_cancel_restores_states_after_any_error(monkeypatch, call, number, chunk, moment, error):
-    """An error before or after any launch of a call. A window is then undone, and a fold or copy finished."""
-    decoding = Decoding(CHUNK_KINDS, chunk=chunk) if chunk else Decoding(("gdn", "kda", "other keys"))
-    decoding.start(1, 2)
-    for kept in ({1: 1, 2: 4}, {1: 3, 2: 2}):
-        decoding.window({1: 4, 2: 4}, kept)
-    if call == "cancel":
-        decoding.begin([1], [4])
-        decoding.forward(list(decoding.kinds)[:1])
-    with interrupted(monkeypatch, OPS[call], number % len(decoding.states._fold._launches), moment, error):
-        if call == "begin":
-            decoding.begin([1], [4])
-        elif call == "cancel":
-            decoding.states.cancel()
-        elif call == "copy":
-            decoding.states.copy(decoding.tensor([1]), decoding.tensor([3]))
-        else:
-            decoding.states.fold(decoding.tensor([1]))
-    if decoding.states.state is State.OPEN:
-        if call in ("folding", "copy"):
-            with pytest.raises(RuntimeError, match=r"commit: no window is open, but a fold has failed; call cancel"):
-                decoding.states.commit(int32(1))
-        decoding.states.cancel()
-    assert decoding.states.state is State.CLOSED
-    if call == "copy":
-        for layer in decoding.every_state.values():
-            layer.held[3] = layer.held[1]
-        decoding.begin([3], [1], computed=[4])
-        decoding.states.cancel()
-        decoding.assert_folded(3)
-    decoding.states.fold(decoding.tensor([1, 2]))
-    decoding.assert_folded(1, 2)
-    for layer in decoding.every_state.values():
-        layer.begin_chunk(1)
-        layer.begin_chunk(2)
-    decoding.window({1: 4, 2: 4}, {1: 2, 2: 1})
-    decoding.states.fold(decoding.tensor([1, 2]))
-    decoding.assert_folded(1, 2)
-
-
-@contextlib.contextmanager
-def interrupted(monkeypatch, op, number, moment, error=OSError):
-    """Raise an error before or after call ``number`` of an op, and expect it."""
-    original, calls = getattr(ops, op), []
-
-    def failing(*arguments):
-        calls.append(arguments)
-        is_this_call = len(calls) == number + 1
-        if is_this_call and moment == "before":
-            raise error("injected")
-        original(*arguments)
-        if is_this_call:
-            raise error("injected")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ops, op, failing)
-        with pytest.raises(error, match="injected"):
-            yield
 
 
 def test_a_batch_without_any_window_needs_no_layer():
@@ -256,50 +186,36 @@ def test_compiled_layers_write_in_place_and_never_recompile(one_storage):
     torch._dynamo.reset()
 
 
-def test_sizes_of_caches_are_numbers_in_a_trace():
-    """Also with ``dynamic=True``. Torch 2.13 cannot trace views that share a storage if their sizes are symbols."""
-    decoding = Decoding(["gdn", "kda"], one_storage=True)
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_layers_of_one_storage_are_traced(in_pages):
+    """Torch 2.13 cannot trace views that share a storage if their sizes are symbols, so they are numbers.
+
+    It cannot trace a call that mutates views of one storage with several dtypes either. Such a call is in an op.
+    """
+    decoding = Decoding(["gdn", "kda"], one_storage=not in_pages, in_pages=in_pages)
     decoding.start(1)
     torch._dynamo.reset()
 
-    def forward(inputs):
-        return [decoding.verify(name, inputs[name]) * 2 for name in decoding.kinds]
-
-    compiled = torch.compile(forward, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in (3, 2):
-        decoding.begin([1], [length])
-        inputs = {name: decoding.inputs(name, length) for name in decoding.kinds}
-        for (name, layer), out in zip(decoding.every_state.items(), compiled(inputs), strict=True):
-            assert torch.equal(out, layer.verify([1], [length], inputs[name]) * 2)
-        decoding.commit({1: 1})
-    torch._dynamo.reset()
-
-
-def test_mixed_pages_are_traced_within_an_op():
-    """Torch cannot trace a call that mutates views of one storage with several dtypes."""
-    decoding = Decoding(["gdn", "kda"], in_pages=True)
-    decoding.start(1)
-    torch._dynamo.reset()
-
-    @torch.library.custom_op("nwor_test::verify", mutates_args=("out",))
     def verify(out: torch.Tensor, inputs: list[torch.Tensor], name: str) -> None:
         weights = decoding.weights[name]
         decoding.states.verify(name, *inputs, weights.A_log, weights.dt_bias, out=out)
 
-    def forward_in_op(inputs):
+    call = torch.library.custom_op("nwor_test::verify", verify, mutates_args=("out",)) if in_pages else verify
+
+    def forward(inputs):
         outs = {name: torch.zeros_like(inputs[name]["v"]) for name in decoding.kinds}
         for name, out in outs.items():
-            verify(out, [inputs[name][part] for part in "qkvab"], name)
+            call(out, [inputs[name][part] for part in "qkvab"], name)
         return {name: out * 2 for name, out in outs.items()}
 
-    inputs = {name: decoding.inputs(name, 3) for name in decoding.kinds}
-    compiled = torch.compile(forward_in_op, fullgraph=True, dynamic=False)
-    for _ in range(3):
-        decoding.begin([1], [3])
+    compiled = torch.compile(forward, fullgraph=True, dynamic=not in_pages)
+    for length in (3, 2, 3):
+        decoding.begin([1], [length])
+        inputs = {name: decoding.inputs(name, length) for name in decoding.kinds}
         outs = compiled(inputs)
         for name, layer in decoding.every_state.items():
-            assert torch.equal(outs[name], layer.verify([1], [3], inputs[name]) * 2)
-        decoding.commit({1: 2})
+            assert torch.equal(outs[name], layer.verify([1], [length], inputs[name]) * 2)
+        decoding.commit({1: 1})
     decoding.states.fold(int32(1))
     decoding.assert_folded(1)
     torch._dynamo.reset()
@@ -434,20 +350,6 @@ def test_a_window_is_committed_once():
         decoding.states.commit(int32(2))
 
 
-@pytest.mark.parametrize("accepted", [0, -1, 4])
-def test_an_invalid_number_of_kept_tokens(accepted):
-    decoding = one_layer()
-    decoding.begin([1, 2], [3, 3])
-    decoding.forward()
-    sentence = rf"^commit: num_kept must be 1 to 3 for request 1 \(slot 2\), got {accepted}"
-    with pytest.raises(ValueError, match=sentence):
-        decoding.states.commit(int32(2, accepted))
-    assert decoding.states.num_kept.tolist() == [0, 0, 0, 0]
-    decoding.commit({1: 2, 2: 3})
-    decoding.states.fold(int32(1, 2))
-    decoding.assert_folded(1, 2)
-
-
 BEGIN = {"state_slots": int32(1, 2), "query_start_loc": int32(0, 3, 5)}
 BEGINS = [
     ({"state_slots": int32(1, 2, 3), "query_start_loc": int32(0, 1, 2, 3)}, ValueError,
@@ -469,20 +371,6 @@ BEGINS = [
     ({"num_computed_tokens": int32(2, 1).float()}, TypeError, "begin: num_computed_tokens must have dtype"),
     ({"num_computed_tokens": int32(2, 1), "is_window": int32(1, 1)}, TypeError, "begin: is_window must have dtype"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("replaced", "error", "sentence"), BEGINS)
-def test_invalid_windows_are_refused_before_anything_changes(replaced, error, sentence):
-    decoding = one_layer()
-    decoding.window({1: 3, 2: 3}, {1: 2, 2: 1})
-    states = decoding.states
-    buffers = states.plan, states.cursors.table, states.window_id, states.query_start_loc, states.num_kept
-    before = [buffer.clone() for buffer in buffers]
-    with pytest.raises(error, match=sentence):
-        decoding.states.begin(**BEGIN | replaced)
-    assert decoding.states.state is State.CLOSED
-    assert all(map(torch.equal, buffers, before))
-    decoding.window({1: 2, 2: 3}, {1: 2, 2: 1})
 
 
 VERIFIES = [
@@ -515,7 +403,9 @@ COMMITS = [
     (torch.ones(2, dtype=torch.int64), TypeError, "commit: num_kept must have dtype torch.int32"),
     (int32(1, 1).to("meta"), TypeError, "commit: num_kept must be on device cpu, got meta"),
     ([1, 1], TypeError, "commit: num_kept must be a tensor"),
-]
+    *((int32(2, number), ValueError, rf"commit: num_kept must be 1 to 3 for request 1 \(slot 2\), got {number}")
+      for number in (0, -1, 4)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("num_kept", "error", "sentence"), COMMITS)
@@ -525,7 +415,10 @@ def test_invalid_commits_leave_the_window_open(num_kept, error, sentence):
     decoding.forward()
     with pytest.raises(error, match=f"^{sentence}"):
         decoding.states.commit(num_kept)
-    decoding.commit({1: 1, 2: 1})
+    assert not decoding.states.num_kept.any()
+    decoding.commit({1: 2, 2: 3})
+    decoding.states.fold(int32(1, 2))
+    decoding.assert_folded(1, 2)
 
 
 BETWEEN = [
@@ -543,16 +436,22 @@ BETWEEN = [
 ]
 
 
-@pytest.mark.parametrize(("method", "arguments", "error", "sentence"), BETWEEN)
-def test_invalid_slots_are_refused_before_anything_changes(method, arguments, error, sentence):
+@pytest.mark.parametrize(
+    ("method", "arguments", "error", "sentence"), [*BETWEEN, *(("begin", *case) for case in BEGINS)]
+)
+def test_invalid_calls_between_windows_change_nothing(method, arguments, error, sentence):
     decoding = one_layer()
     decoding.window({1: 3, 2: 3}, {1: 2, 2: 1})
-    before = decoding.states.cursors.table.clone(), decoding.caches["gdn"].state.clone()
+    states, call = decoding.states, getattr(decoding.states, method)
+    buffers = (states.plan, states.cursors.table, states.window_id, states.query_start_loc, states.num_kept,
+               decoding.caches["gdn"].state[1:3])  # fmt: skip
+    before = [buffer.clone() for buffer in buffers]
     with pytest.raises(error, match=sentence):
-        getattr(decoding.states, method)(*arguments)
-    assert torch.equal(decoding.states.cursors.table, before[0])
-    assert torch.equal(decoding.caches["gdn"].state[1:3], before[1][1:3])
-    decoding.states.fold(int32(1, 2))
+        call(**BEGIN | arguments) if method == "begin" else call(*arguments)
+    assert states.state is State.CLOSED
+    assert all(map(torch.equal, buffers, before))
+    decoding.window({1: 2, 2: 3}, {1: 2, 2: 1})
+    states.fold(int32(1, 2))
     decoding.assert_folded(1, 2)
 
 

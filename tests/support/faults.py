@@ -15,7 +15,10 @@ import nwor_ops
 import nwor_ops.transaction.manager
 from nwor_ops import ops
 
-LAUNCHES = ("plan_window", "restore_slots", "accept_staged", "commit_staged")
+LAUNCHES = (
+    "plan_window", "restore_slots", "accept_staged", "commit_staged",
+    "plan_recurrent_window", "plan_recurrent_fold", "gated_delta_fold",
+)  # fmt: skip
 BOUND = ("begin_bound", "begin_redirected_bound", "commit_bound", "commit_tokens_bound")  # all launches of a call
 
 
@@ -45,17 +48,19 @@ def failing(when: str, error: type[BaseException] = Lost) -> Iterator[None]:
 
 
 @contextmanager
-def fail_at(launch: int) -> Iterator[None]:
-    """Make the launch with this number, counted from 0, and all later ones fail: those that are not bound."""
+def fail_at(launch: int, when: str = "before", error: type[BaseException] = Lost) -> Iterator[None]:
+    """Raise "before" or "after" the launch with this number, counted from 0, and all later ones that are not bound."""
     made = 0
 
     def broken(op: Callable) -> Callable:
         def run(*arguments: object, **named: object) -> None:
             nonlocal made
-            if made >= launch:
-                raise Lost
+            fails, made = made >= launch, made + 1
+            if fails and when == "before":
+                raise error
             op(*arguments, **named)
-            made += 1
+            if fails:
+                raise error
 
         return run
 

@@ -2,13 +2,19 @@
 
 It is a small engine. Requests take a slot, and run prompts with another kernel or in windows. They decode with any
 acceptance, skip steps, fork, are preempted and return. They finish and leave their slot as it is. Windows end by commit
-or cancel, after any number of layers. Whenever no window is open, each slot's state with the accepted rows of its
-record applied is bit-identical to the state of the other scheme. In the chunk form, that scheme runs each token alone.
+or cancel, after any number of layers. Any launch may fail, before or after it ran. Then cancel follows. Whenever no
+window is open, each slot's state with the accepted rows of its record applied is bit-identical to the state of the
+other scheme. In the chunk form, that scheme runs each token alone.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
+import pytest
 import torch
+from faults import Lost, fail_at
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -25,6 +31,13 @@ SPARE = NUM_SLOTS  # a slot that the test uses to copy and fold states of other 
 def mostly(*values):
     """Draw a value. The first one is the most likely, and examples shrink to it."""
     return st.sampled_from([values[0]] * (2 * len(values)) + list(values))
+
+
+# The launch of a call that fails, counted from 0. No call has 99.
+FAULTS = mostly(
+    (99, "before", Lost),
+    *itertools.product(range(4), ("before", "after"), (Lost, KeyboardInterrupt)),
+)
 
 
 class Engine(Counted):
@@ -71,7 +84,10 @@ class Engine(Counted):
     def fork(self, data: st.DataObject) -> None:
         targets = data.draw(st.lists(st.sampled_from(self.free()), min_size=1, max_size=3, unique=True))
         sources = [data.draw(st.sampled_from(self.running)) for _ in targets]
-        self.states.copy(self.decoding.tensor([*sources, 0, sources[0]]), self.decoding.tensor([*targets, SPARE, -1]))
+        slots = self.decoding.tensor([*sources, 0, sources[0]]), self.decoding.tensor([*targets, SPARE, -1])
+        self.fold_or_copy(data, self.states.copy, *slots)
+        counts = self.states._num_tokens
+        assert torch.equal(counts[targets], counts[sources])
         for layer in self.decoding.every_state.values():
             layer.held |= {target: layer.held[source] for source, target in zip(sources, targets, strict=True)}
             for target in targets:  # its chunk begins here, also if the slot once held the same state
@@ -81,18 +97,50 @@ class Engine(Counted):
     @rule(data=st.data())
     def fold(self, data: st.DataObject) -> None:
         slots = data.draw(st.lists(st.sampled_from(self.running), unique=True))
-        self.states.fold(self.decoding.tensor([*slots, 0]))
+        self.fold_slots(data, slots)
+
+    def fold_slots(self, data: st.DataObject, slots: list[int]) -> None:
+        self.fold_or_copy(data, self.states.fold, self.decoding.tensor([*slots, 0]))
         self.decoding.assert_folded(*slots)
         for layer in self.decoding.every_state.values():
             for slot in slots:
                 layer.begin_chunk(slot)
+
+    # ------------------------------------------------------------ faults
+
+    def fails(self, data: st.DataObject, call: Callable, *arguments: object) -> bool:
+        """Run a call, a launch of which may fail. Return whether it has failed."""
+        try:
+            with fail_at(*data.draw(FAULTS, "fault")):
+                call(*arguments)
+            return False
+        except (Lost, KeyboardInterrupt):
+            return True
+
+    def fold_or_copy(self, data: st.DataObject, call: Callable, *slots: torch.Tensor) -> None:
+        if not self.fails(data, call, *slots):
+            return
+        if self.states.state is State.CLOSED:  # it has planned nothing
+            call(*slots)
+            return
+        with pytest.raises(RuntimeError, match=r"commit: no window is open, but a fold has failed; call cancel"):
+            self.states.commit(slots[0])
+        self.cancel(data)  # it finishes the call
+
+    def cancel(self, data: st.DataObject) -> None:
+        if self.fails(data, self.states.cancel):
+            self.states.cancel()
 
     # ------------------------------------------------------------ windows
 
     @rule(data=st.data(), reached=mostly(3, 2, 1, 0), may_commit=mostly(True, False))
     def step(self, data: st.DataObject, reached: int, may_commit: bool) -> None:
         """A window, in which the forward may stop before a layer."""
-        slots, lengths, windows = self.begin(data)
+        slots, lengths, windows, failed = self.begin(data)
+        if failed:
+            if self.states.state is State.OPEN:
+                self.cancel(data)
+            return
         others = [slot for slot, opens in zip(slots, windows, strict=True) if not opens]
         for slot in others:  # a kernel for prompts
             for name, layer in self.decoding.every_state.items():
@@ -106,22 +154,22 @@ class Engine(Counted):
         if reached >= len(self.kinds) and may_commit:
             self.decoding.commit({slot: data.draw(st.integers(1, n), "stay") for slot, n in own})
         else:
-            self.states.cancel()
+            self.cancel(data)
             if not self.states.chunk:
                 self.decoding.assert_folded(*others, *(slot for slot, _ in own))
 
-    def begin(self, data: st.DataObject) -> tuple[list[int], list[int], list[bool]]:
+    def begin(self, data: st.DataObject) -> tuple[list[int], list[int], list[bool], bool]:
         slots = [slot for slot in self.running if data.draw(mostly(True, False), "scheduled")][: MAX_REQUESTS - 1]
         windows = [data.draw(mostly(True, False), "window") for _ in slots]
         in_a_window = st.sampled_from(range(self.max_window, -1, -1))
         lengths = [data.draw(in_a_window if opens else st.sampled_from([1, 9]), "length") for opens in windows]
         others = [slot for slot, opens in zip(slots, windows, strict=True) if not opens]
-        self.states.fold(self.decoding.tensor(others))
+        self.fold_slots(data, others)
         place, padding = data.draw(mostly(len(slots), 0)), data.draw(st.integers(0, min(2, self.max_window)), "padding")
         for values, value in ((slots, -1), (lengths, padding), (windows, True)):
             values.insert(place, value)
-        self.decoding.begin(slots, lengths, windows if others else None)
-        return slots, lengths, windows
+        failed = self.fails(data, self.decoding.begin, slots, lengths, windows if others else None)
+        return slots, lengths, windows, failed
 
     # ------------------------------------------------------------ what must hold
 
