@@ -131,20 +131,7 @@ def test_carried_hidden_states_equal_plain_steps(num_drafts, temperature):
     follower.temperature.fill_(temperature)
     for num_reqs, rows in ((1, 1), (5, 9), (9, 9), (1, 8), (0, 3)):
         for mode in MODES:
-            follower.load(num_reqs, seed=num_reqs)
-            expected = follower.plain(num_reqs)
-            hidden_tail = follower.buffers.hidden_states[num_reqs:].clone()
-            drafts = follower.loop.run(num_reqs, mode, key=GraphKey(rows), replay=False)
-            assert drafts.shape == (num_reqs, num_drafts)
-            left = follower.left(num_reqs)
-            if num_drafts > 1:
-                torch.testing.assert_close(left.pop("hidden"), expected.pop("hidden"), rtol=1e-12, atol=1e-12)
-                assert left == expected, mode
-            assert (follower.buffers.draft_tokens[num_reqs:] == NEVER).all()
-            assert torch.equal(follower.buffers.hidden_states[num_reqs:], hidden_tail)
-            if num_reqs and num_drafts > 1:
-                require_inert(follower.buffers, num_reqs, rows)
-                assert (follower.loop.metadata.slots[0, num_reqs:rows] == -1).all()
+            follower.require_plain_drafts(num_reqs, mode, rows, 1e-12, key=GraphKey(rows), replay=False)
 
 
 # ---------------------------------------------------------------- the parts of a step

@@ -88,20 +88,6 @@ def test_gradients_are_refused(op):
             assert str(error).startswith(f"{op}: {name} must not have a tangent"), error
 
 
-def test_jvp_is_refused():
-    """torch.func.jvp wraps its tensors. A call without its tensors works inside it."""
-    rows, one = torch.ones(2, 1, 4), torch.ones(1)
-
-    def write(key):
-        ops.write_kv(rows, rows, torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), torch.arange(2), one, one, "auto")
-        cache = torch.zeros(1, 2, 1, 4)
-        ops.write_kv(rows, key, torch.zeros(1, 2, 1, 4), cache, torch.arange(2), one, one, "auto")
-        return cache
-
-    with pytest.raises(RuntimeError, match=r"^write_kv: value must not have a tangent"):
-        torch.func.jvp(write, (rows,), (rows,))
-
-
 def check_on_cuda(op, label, arguments, on_cpu, expected, refused):
     """CUDA gives the result of the CPU. It skips data that the CPU refuses, and writes only inside the outputs."""
     ours = layouts.twin(arguments, "cuda")

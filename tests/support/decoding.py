@@ -94,7 +94,8 @@ class Engine:
         return any(old is not new for old, new in pairs)
 
     def reorder(self, order):
-        """Move every request and its data to another row of the batch."""
+        """Move every request and its data to another row of the batch, in other tensors."""
+        self.slots = {group: slots.clone() for group, slots in self.slots.items()}
         self.tables = {group: table[order] for group, table in self.tables.items()}
         self.lengths = [self.lengths[q] for q in order]
         if self.states is not None:

@@ -355,3 +355,20 @@ class Follower:
         tensors = (b.draft_tokens[:, : self.loop.num_drafts], b.input_ids, b.positions, b.seq_lens, b.hidden_states)
         names = ("drafts", "ids", "positions", "seq_lens", "hidden")
         return {name: tensor[:num_reqs].tolist() for name, tensor in zip(names, tensors, strict=True)}
+
+    def require_plain_drafts(self, num_reqs: int, mode: str, rows: int, tolerance: float, **options) -> None:
+        """Compare a run with `plain`. Only its own columns and rows change, and padded rows up to `rows` are inert."""
+        num_drafts, buffers = self.loop.num_drafts, self.buffers
+        self.load(num_reqs, seed=num_reqs)
+        expected = self.plain(num_reqs)
+        tail = buffers.hidden_states[num_reqs:].clone()
+        assert self.loop.run(num_reqs, mode, **options).shape == (num_reqs, num_drafts)
+        left = self.left(num_reqs)
+        if num_drafts > 1:
+            torch.testing.assert_close(left.pop("hidden"), expected.pop("hidden"), rtol=tolerance, atol=tolerance)
+            assert left == expected, (num_reqs, mode)
+        assert (buffers.draft_tokens[num_reqs:] == NEVER).all()
+        assert torch.equal(buffers.hidden_states[num_reqs:], tail)
+        if num_reqs and num_drafts > 1:
+            require_inert(buffers, num_reqs, rows)
+            assert (self.loop.metadata.slots[0, num_reqs:rows] == -1).all()

@@ -182,17 +182,19 @@ class Side:
     Attributes:
         model: name of the plugin's description.
         output: heads and width of a layer's output.
+        key_width: width of a key.
     """
 
     model = "qwen"
     output = (VALUE_HEADS, WIDTH)
+    key_width = WIDTH
 
-    @staticmethod
-    def sizes(ranks: int) -> dict[str, Any]:
+    @classmethod
+    def sizes(cls, ranks: int) -> dict[str, Any]:
         """Return the sizes in the model's configuration. Each rank has the heads above."""
         return {
             "linear_num_key_heads": KEY_HEADS * ranks, "linear_num_value_heads": VALUE_HEADS * ranks,
-            "linear_key_head_dim": WIDTH, "linear_value_head_dim": WIDTH,
+            "linear_key_head_dim": cls.key_width, "linear_value_head_dim": cls.output[1],
         }  # fmt: skip
 
     @staticmethod
@@ -271,11 +273,12 @@ class Side:
 
     def attributes(self, config: Any) -> dict[str, Any]:
         """Return the attributes of a layer that depend on the model and are not weights."""
-        ranks = config.parallel_config.tensor_parallel_size
+        ranks, key_width, value_width = config.parallel_config.tensor_parallel_size, self.key_width, self.output[1]
         return {
             "activation": "silu", "layer_norm_epsilon": 1e-6,
-            "num_k_heads": KEY_HEADS * ranks, "num_v_heads": VALUE_HEADS * ranks, "head_k_dim": WIDTH,
-            "head_v_dim": WIDTH, "key_dim": KEY_HEADS * WIDTH * ranks, "value_dim": VALUE_HEADS * WIDTH * ranks,
+            "num_k_heads": KEY_HEADS * ranks, "num_v_heads": VALUE_HEADS * ranks, "head_k_dim": key_width,
+            "head_v_dim": value_width, "key_dim": KEY_HEADS * key_width * ranks,
+            "value_dim": VALUE_HEADS * value_width * ranks,
             "conv_kernel_size": CONVOLUTION, "vllm_config": config,
             "enable_packed_recurrent_decode": True, "_checkpoint_alignment": None,
             "gdn_decode_kernel": "cuda" if self.fused_norm and self.recurrent else "triton",
@@ -537,7 +540,7 @@ def use_wide_heads() -> None:
     global WIDTH, DIMENSION
     WIDTH = 128
     DIMENSION = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
-    Side.output = (VALUE_HEADS, WIDTH)
+    Side.output, Side.key_width = (VALUE_HEADS, WIDTH), WIDTH
 
 
 def main() -> None:

@@ -281,15 +281,9 @@ class Bailing(ModelSide):
 class Olmo(ModelSide):
     model = "olmo"
     output = (VALUE_HEADS, VALUE_WIDTH)
+    key_width = KEY_WIDTH
     state = torch.bfloat16
     inputs: ClassVar[Shapes] = {"qkvg": (2 * (KEYS + VALUES),), "b": (VALUE_HEADS,), "a": (VALUE_HEADS,)}
-
-    @staticmethod
-    def sizes(ranks: int) -> dict[str, Any]:
-        return {
-            "linear_num_key_heads": KEY_HEADS * ranks, "linear_num_value_heads": VALUE_HEADS * ranks,
-            "linear_key_head_dim": KEY_WIDTH, "linear_value_head_dim": VALUE_WIDTH,
-        }  # fmt: skip
 
     @staticmethod
     def weights(generator: torch.Generator, group: int) -> dict[str, Any]:
@@ -297,14 +291,6 @@ class Olmo(ModelSide):
         return {
             "A_log": normal(generator, VALUE_HEADS), "dt_bias": normal(generator, VALUE_HEADS),
             "conv1d": convolution(generator, 2 * KEYS + VALUES), "allow_neg_eigval": group == 0,
-        }  # fmt: skip
-
-    def attributes(self, config: Any) -> dict[str, Any]:
-        ranks = config.parallel_config.tensor_parallel_size
-        return {
-            "num_k_heads": KEY_HEADS * ranks, "num_v_heads": VALUE_HEADS * ranks, "head_k_dim": KEY_WIDTH,
-            "head_v_dim": VALUE_WIDTH, "key_dim": KEYS * ranks, "value_dim": VALUES * ranks, "activation": "silu",
-            "conv_kernel_size": CONVOLUTION,
         }  # fmt: skip
 
     def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:

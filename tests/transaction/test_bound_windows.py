@@ -1,13 +1,13 @@
-"""Test a manager with a bound layout: it leaves the same pages as one that gets new tensors in each window."""
+"""Test a manager with a bound layout: its calls, and windows and layouts that it refuses."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from decoding import ALL, STEPS, Engine, refusal
+from decoding import STEPS, Engine, refusal
 from torch.utils._python_dispatch import TorchDispatchMode
-from transactions import Request, one_thread  # noqa: F401
+from transactions import one_thread  # noqa: F401
 
 from nwor_ops import Layout
 from nwor_ops.transaction.protocol import State
@@ -27,11 +27,6 @@ class Calls(TorchDispatchMode):
         if func.namespace == "nwor":
             self.names.append(func._schema.name.removeprefix("nwor::"))
         return func(*args, **(kwargs or {}))
-
-
-def pair(kinds=ALL, mode="stage", with_states=False, **options):
-    """An engine that binds its tensors once, and one with new tensors in each window."""
-    return (Engine(kinds, mode, with_states, binds=binds, **options) for binds in (True, False))
 
 
 @pytest.mark.parametrize("end", ["commit", "commit_rejected"])
@@ -77,24 +72,6 @@ def test_arguments_that_are_not_tensors(mode, wrong):
         manager.commit_rejected(wrong)
     manager.cancel()
     assert manager.stats().accepted == 0
-
-
-def test_layout_is_bound_again():
-    """The engine has moved its tensors, and then has no states."""
-    bound, plain = pair(TWO_KINDS, with_states=True)
-    for name in ("slots", "tables", "states"):
-        for engine in (bound, plain):
-            engine.step(STEPS[0] if name == "slots" else STEPS[1])
-        bound.assert_pages(plain)
-        for engine in (bound, plain):
-            engine.manager.forget_shadow_pages()
-        if name == "states":
-            bound.states = plain.states = None
-        else:
-            setattr(bound, name, {group: tensor.clone() for group, tensor in getattr(bound, name).items()})
-    for engine in (bound, plain):
-        engine.step(STEPS[2])
-    bound.assert_pages(plain)
 
 
 WRONG_WINDOWS = {

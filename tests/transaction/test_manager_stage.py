@@ -38,7 +38,7 @@ def test_fp8_cache_with_scales(mode):
 
 @given(st.data())
 def test_any_steps(data):
-    """Requests change rows. Without states, a row's shadow page may then hold rows of another request."""
+    """Requests change rows, in other tensors. Without states, a shadow page may then hold rows of another request."""
     kinds = data.draw(st.lists(st.sampled_from(ALL), min_size=1, max_size=3, unique=True))
     options = {name: data.draw(st.booleans()) for name in ("with_states", "leading_zero")}
     options |= {name: data.draw(st.integers(0, most)) for name, most in (("seed", 99), ("num_bonus_tokens", 1))}
