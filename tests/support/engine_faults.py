@@ -7,7 +7,7 @@ name                  planted in
 ``loads``             begin, commit, and the copy of loaded rows to shadow pages
 ``cancel``            vLLM's sampling in a step with drafts, and then in cancel
 ``capture``           the write of a layer while vLLM captures a CUDA graph; planted before the engine starts
-``plan``, ``verify``, ``fold``, ``copies``  this part of a step with recurrent states
+of ``RECURRENT``      this part of a step with recurrent states
 ``counts``            no error: after some steps, the cursor of a request's recurrent state is invalid
 ``states``            no error: after some steps, a number of each state of one layer in vLLM is wrong
 ====================  ==================================================================================================
@@ -16,6 +16,7 @@ name                  planted in
 from __future__ import annotations
 
 import itertools
+import pkgutil
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +24,25 @@ from typing import Any
 from planted_errors import Fault, Planted
 
 BEFORE_START = ("capture",)
+# Parts of a step with recurrent states: class, method, and each call with a multiple of this number.
+RECURRENT = {
+    "plan": ("metadata:RecurrentMetadataBuilder", "_planned", 12),
+    "verify": ("layer:RecurrentLayer", "verify", 30),
+    "fold": ("page:GroupLayers", "fold_planned", 3),
+    "copies": ("prefix_caching:AlignedStates", "_plan_folds", 3),
+}
 _planted: Planted | None = None  # in this process
 
 
 def plant(worker: Any, name: str) -> None:
     """Plant the errors with this name. ``worker`` is vLLM's worker, or None before the engine starts."""
     global _planted
-    _planted = Planted(_FAULTS[name](worker))
+    if name in RECURRENT:
+        owner, method, every = RECURRENT[name]
+        faults = [Fault(pkgutil.resolve_name(f"nwor_ops.vllm.recurrent.{owner}"), method, every, "")]
+    else:
+        faults = _FAULTS[name](worker)
+    _planted = Planted(faults)
 
 
 def describe() -> dict[str, Any] | None:
@@ -56,7 +69,7 @@ def state_audits(sessions: list[Any]) -> list[Any]:
 # ---------------------------------------------------------------- transaction and draft graphs
 
 
-def _of_windows(worker: Any) -> list[Fault]:
+def _window_faults(worker: Any) -> list[Fault]:
     from nwor_ops import DraftCommitManager
 
     return [
@@ -65,23 +78,23 @@ def _of_windows(worker: Any) -> list[Fault]:
     ]
 
 
-def _of_draft_graphs(worker: Any) -> list[Fault]:
+def _draft_graph_faults(worker: Any) -> list[Fault]:
     from nwor_ops.drafter import DraftLoop
 
     return [
         Fault(DraftLoop, "run_first_pass", 5, "draft graphs failed", after=True),
         Fault(DraftLoop, "run", 7, "draft graphs failed", after=True),
-        *_of_windows(worker),
+        *_window_faults(worker),
     ]
 
 
-def _of_loads(worker: Any) -> list[Fault]:
+def _load_faults(worker: Any) -> list[Fault]:
     from nwor_ops import DraftCommitManager
 
-    return [*_of_windows(worker), Fault(DraftCommitManager, "refresh_shadow_pages", 2, "load failed")]
+    return [*_window_faults(worker), Fault(DraftCommitManager, "refresh_shadow_pages", 2, "load failed")]
 
 
-def _of_cancel(worker: Any) -> list[Fault]:
+def _cancel_faults(worker: Any) -> list[Fault]:
     """In the runner's own method, which our patch calls before it commits."""
     from nwor_ops import DraftCommitManager
     from nwor_ops.vllm import sessions
@@ -94,7 +107,7 @@ def _of_cancel(worker: Any) -> list[Fault]:
     ]
 
 
-def _of_capture(_: Any) -> list[Fault]:
+def _capture_faults(_: Any) -> list[Fault]:
     import torch
 
     from nwor_ops.transaction.writer import LayerWriter
@@ -106,30 +119,6 @@ def _of_capture(_: Any) -> list[Fault]:
 
 
 # ---------------------------------------------------------------- recurrent states
-
-
-def _of_plan(_: Any) -> list[Fault]:
-    from nwor_ops.vllm.recurrent.metadata import RecurrentMetadataBuilder
-
-    return [Fault(RecurrentMetadataBuilder, "_planned", 12, "")]
-
-
-def _of_verify(_: Any) -> list[Fault]:
-    from nwor_ops.vllm.recurrent.layer import RecurrentLayer
-
-    return [Fault(RecurrentLayer, "run_window", 30, "")]
-
-
-def _of_fold(_: Any) -> list[Fault]:
-    from nwor_ops.vllm.recurrent.page import GroupLayers
-
-    return [Fault(GroupLayers, "fold_planned", 3, "")]
-
-
-def _of_copies(_: Any) -> list[Fault]:
-    from nwor_ops.vllm.recurrent.prefix_caching import AlignedStates
-
-    return [Fault(AlignedStates, "_blocks", 3, "")]
 
 
 def _invalid_count(_: Any) -> list[Fault]:
@@ -171,14 +160,10 @@ def _wrong_states(_: Any) -> list[Fault]:
 
 
 _FAULTS: dict[str, Callable[[Any], list[Fault]]] = {
-    "continue": _of_draft_graphs,
-    "loads": _of_loads,
-    "cancel": _of_cancel,
-    "capture": _of_capture,
-    "plan": _of_plan,
-    "verify": _of_verify,
-    "fold": _of_fold,
-    "copies": _of_copies,
+    "continue": _draft_graph_faults,
+    "loads": _load_faults,
+    "cancel": _cancel_faults,
+    "capture": _capture_faults,
     "counts": _invalid_count,
     "states": _wrong_states,
 }

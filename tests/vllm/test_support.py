@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import engine_faults
 import gpu_cases
 import pytest
 import support_tables
@@ -79,13 +80,6 @@ def test_supported_configurations_pass() -> None:
     check_engine(engine("draft_model", attention_config__hisparse_config=object()), "cuda", DRAFT_GRAPHS)
 
 
-def test_draft_graphs_support_methods_by_runner() -> None:
-    check_engine(engine("eagle", use_v2_model_runner=False), "cuda", DRAFT_GRAPHS)
-    message = "draft graphs in model runner V2 are for method draft_model$"
-    with pytest.raises(Unsupported, match=f"^speculation by eagle: {message}"):
-        check_engine(engine("eagle"), "cuda", DRAFT_GRAPHS)
-
-
 def test_every_method_of_vllm_has_a_row() -> None:
     here = {method.name for method in METHODS if vllm.__version__.startswith(method.versions)}
     named_for_a_model = set(get_args(MTPModelTypes)) - {"mtp"}
@@ -144,11 +138,6 @@ def test_every_case_that_the_documents_name_passed() -> None:
     passed = {name for its in support_tables.entries().values() for name in its if its[name]["outcome"] == "passed"}
     assert len(set(named)) > 120
     assert [name for name in named if not fnmatch.filter(cases & passed, name)] == []
-
-
-def test_cases_are_read_from_comments() -> None:
-    text = "| yes <!-- cases: v2-some v1-* --> | no | `v2-other` <!-- cases: v2-gone -->"
-    assert cases_named(text) == ["v2-some", "v1-*", "v2-gone"]
 
 
 @pytest.mark.parametrize(
@@ -325,13 +314,14 @@ def test_custom_connector_must_declare_complete_states() -> None:
 def test_models_of_gpu_cases_can_be_written(tmp_path: Path) -> None:
     """Every model that a case names can be created, also without a GPU."""
     models = tiny_models.write_models(tmp_path)
-    cases = [
-        case
-        for found in vars(gpu_cases).values()
-        if isinstance(found, list)
-        for case in found
-        if isinstance(case, gpu_cases.Case | gpu_cases.Refusal)
-    ]
-    used = json.dumps([[case.engine, getattr(case, "use", {})] for case in cases])
+    used = json.dumps([[case.engine, getattr(case, "use", {})] for case in all_cases().values()])
     named = {word[1:] for word in re.findall(r'"(@\w+)"', used)}
     assert {"mla", "mla_draft", "gdn_mtp", "llama_lora", "real"} <= named <= {*models, "real"}
+
+
+@pytest.mark.parametrize("name", engine_faults.RECURRENT)
+def test_faults_of_gpu_cases_can_be_planted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each class has the method, also without a GPU."""
+    monkeypatch.setattr(engine_faults, "_planted", None)
+    engine_faults.plant(None, name)
+    engine_faults._planted.remove()

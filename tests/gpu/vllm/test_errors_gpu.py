@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import pytest
+from engine_faults import RECURRENT
 from gpu_cases import (
     CANCEL_ERROR_CASES,
     CAPTURE_ERROR_CASE,
@@ -76,6 +77,5 @@ def test_error_during_capture_stops_the_start(engines: Any) -> None:
 def test_an_error_with_recurrent_states_stops_the_engine(case: Case, engines: Any) -> None:
     """The states may have the tokens of the step twice or never, so nothing continues."""
     error = engines.start_case(case)[1].result()["error"]
-    methods = {"plan": "_planned", "verify": "run_window", "fold": "fold_planned", "copies": "_blocks"}
-    method = methods[case.use["faults"]]
+    _, method, _ = RECURRENT[case.use["faults"]]
     assert f"planted in {method}" in error, error
