@@ -63,7 +63,7 @@ def run(job: dict[str, Any], answer: str, log: str) -> None:
     os.environ.update(job["environment"])
     result: dict[str, Any] = {"error": None}
     try:
-        _run(job, result)
+        run_engine(job, result)
     except BaseException as error:
         traceback.print_exc()
         result["error"] = "".join(traceback.format_exception_only(error)).strip()
@@ -74,14 +74,15 @@ def run(job: dict[str, Any], answer: str, log: str) -> None:
     os._exit(0)
 
 
-def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
+def run_engine(job: dict[str, Any], result: dict[str, Any]) -> None:
+    """Run an engine in this process, and add what it did to the result."""
     if job["engine"].get("data_parallel_size", 1) > 1:
         requests = _requests(job)
         result |= serve_ranks(job, requests, lambda index: _sampling(job, requests, index), describe_worker)
         return
     if job["nodes"] > 1:
         with second_node(job | {"port": free_port()}) as engine:
-            _run(job | {"engine": engine, "nodes": 1}, result)
+            run_engine(job | {"engine": engine, "nodes": 1}, result)
         return
     replays = GraphReplays()
     from vllm import LLM
@@ -194,14 +195,12 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _sessions() -> list[Any]:
+def _of_plugin(function: str) -> list[Any]:
     plugin = sys.modules.get("nwor_ops.vllm")  # missing in a vanilla engine
-    return plugin.sessions() if plugin else []
+    return getattr(plugin, function)() if plugin else []
 
 
-def _draft_graphs() -> list[Any]:
-    plugin = sys.modules.get("nwor_ops.vllm")
-    return plugin.draft_graph_reports() if plugin else []
+_sessions = functools.partial(_of_plugin, "sessions")
 
 
 def drop_prefix_cache(llm: Any) -> None:
@@ -376,11 +375,6 @@ def _sampling(job: dict[str, Any], requests: list[Any], index: int, extra: dict[
     )
 
 
-def _recurrent_engines() -> list[Any]:
-    plugin = sys.modules.get("nwor_ops.vllm")
-    return plugin.recurrent_engines() if plugin else []
-
-
 def _cache_audit(session: Any) -> Any:
     from nwor_ops.vllm.audit.engine import cache_audit
 
@@ -404,11 +398,11 @@ def describe_worker(worker: Any) -> dict[str, Any]:
             {layer.gdn_prefill_backend for layer in layers if hasattr(layer, "gdn_prefill_backend")}
         ),
         "recorded_layers": [name for audit in audits for name in audit._recorders],
-        "draft_graphs": _draft_graphs(),
+        "draft_graphs": _of_plugin("draft_graph_reports"),
         "draft_vocabulary": _describe_vocabulary(runner),
         "recurrent": [
             {"describe": state.describe(), "audit": state.listener.summary() if state.listener else None}
-            for state in _recurrent_engines()
+            for state in _of_plugin("recurrent_engines")
         ],
         "planted": engine_faults.describe(),
         "vllm_states": [audit.summary() for audit in engine_faults.state_audits(_sessions())],

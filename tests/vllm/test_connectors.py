@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from engine_checks import COW, STAGE, check_transaction
-from engine_child import describe_session, drop_prefix_cache
-from engines import ENGINE, ENVIRONMENT, SMALL, Engines, metrics_of, model_folder, prompts, run_requests, sampling
+from engines import ENGINE, ENVIRONMENT, Engines
+from tiny_drafters import tiny_folder
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from nwor_ops import LayerCache, Layout, Window
@@ -28,83 +28,45 @@ VANILLA = {"mode": "off", "audit": True}
 EXPORT = {"kv_connector": "ExportConnector", "kv_connector_module_path": "export_connector", "kv_role": "kv_both"}
 
 
-def _export_job(settings: dict[str, Any], requests: list[list[int]], max_tokens: int) -> dict[str, Any]:
+def _job(settings: dict[str, Any], use: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT)
-    import export_connector
-    from vllm import LLM
+    import engine_child
+    from engine_pool import DEFAULTS
 
-    llm = LLM(**settings)
-    exports = export_connector.watch(llm)
-    # Some end in the step in which their first drafts are verified, of which most are rejected.
-    tokens = run_requests(llm, requests, [2 + index % max_tokens for index in range(len(requests))])
-    for _ in range(3):  # the worker hears of the last requests' end
-        llm.llm_engine.step()
-    return {**exports.summary(), "tokens": tokens, "session": _session()}
+    result: dict[str, Any] = {}
+    engine_child.run_engine(DEFAULTS | use | {"engine": settings}, result)
+    sessions = result["workers"][0]["sessions"]
+    return result | {"session": sessions[0] if sessions else None}
 
 
-def _session() -> dict[str, Any] | None:
-    import nwor_ops.vllm
-
-    return next(map(describe_session, nwor_ops.vllm.sessions()), None)
-
-
-def _exports(engines: Engines, nwor: dict[str, Any], **arguments: Any) -> Any:
-    settings = ENGINE | {
-        "model": model_folder(**SMALL),
-        "kv_transfer_config": EXPORT,
-        "additional_config": {"nwor": nwor},
-        **arguments,
-    }
-    return engines.submit(_export_job, settings, prompts(12), 7)
+def _start(engines: Engines, nwor: dict[str, Any] | None, connector: dict[str, Any], **use: Any) -> Any:
+    """Start an engine with these uses of a job; see ``engine_child``. Requests arrive while others decode."""
+    settings = ENGINE | {"model": tiny_folder("llama"), "load_format": "auto", "kv_transfer_config": connector}
+    return engines.submit(_job, settings | ({"additional_config": {"nwor": nwor}} if nwor else {}), use)
 
 
 @pytest.mark.long
 def test_what_an_exporter_sees(engines: Engines) -> None:
-    started = [_exports(engines, nwor) for nwor in (VANILLA, COW, STAGE)]
-    vanilla, cow, stage = (future.result() for future in started)
-    for result in (vanilla, cow, stage):
-        assert result["unfinished"] == []
-        assert result["shadow_slots"] == 0
-        for moment, found in result["counts"].items():
+    use = {"exports": True, "requests": 12, "max_tokens": 20}
+    started = [_start(engines, nwor, EXPORT, **use) for nwor in (VANILLA, COW, STAGE)]
+    vanilla, cow, stage = results = [future.result() for future in started]
+    for result in results:
+        exports = result["exports"]
+        assert exports["shadow_slots"] == 0
+        # No request tells the worker that the last one has ended.
+        assert [name.partition("-")[0] for name in exports["unfinished"]] in (["last"], [])
+        for moment, found in exports["counts"].items():
             assert found["rows"] > 0
             assert found["missing"] == 0, f"{result['session']['mode']}, {moment}"
-    assert all(found["rejected"] > 0 for found in vanilla["counts"].values())
-    assert cow["counts"]["forward"]["rejected"] > 0
-    del cow["counts"]["forward"]
+    assert all(found["rejected"] > 0 for found in vanilla["exports"]["counts"].values())
+    assert cow["exports"]["counts"].pop("forward")["rejected"] > 0
     for result in (cow, stage):
-        assert result["tokens"] == vanilla["tokens"]
-        assert not any(found["rejected"] for found in result["counts"].values()), result["counts"]
+        assert result["rounds"] == vanilla["rounds"]
+        assert not any(found["rejected"] for found in result["exports"]["counts"].values()), result["exports"]
         check_transaction(result)
 
 
 # ---------------------------------------------------------------- vLLM's own: what they load. GPU cases have more
-
-
-def _serve(llm: Any, requests: list[list[int]], number: int) -> list[list[int]]:
-    """Each arrives while others decode: what it loads lands in the middle of their windows."""
-    engine, done, step = llm.llm_engine, {}, 0
-    while step <= 3 * len(requests) or engine.has_unfinished_requests():
-        index, early = divmod(step, 3)
-        if not early and index < len(requests):
-            name, tokens = f"{number}-{index}", {"prompt_token_ids": requests[index]}
-            engine.add_request(name, tokens, sampling(index, 0.0, 24))
-        done |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step() if output.finished}
-        step += 1
-    return [done[f"{number}-{index}"] for index in range(len(requests))]
-
-
-def _load_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
-    os.environ.update(ENVIRONMENT)
-    from vllm import LLM
-
-    llm = LLM(**settings)
-    rounds = []
-    for number in range(2):
-        if number:
-            drop_prefix_cache(llm)
-        rounds.append(_serve(llm, requests, number))
-    loaded = metrics_of(llm)["vllm:external_prefix_cache_hits"]
-    return {"tokens": rounds, "loaded": loaded, "session": _session()}
 
 
 SIMPLE = {
@@ -127,18 +89,15 @@ def _multi(folder: pathlib.Path) -> dict[str, Any]:
 
 def test_stored_rows_can_be_loaded(engines: Engines, tmp_path: pathlib.Path) -> None:
     """Generate, forget, load. The tokens are vanilla's, and the audit has compared the whole cache."""
-    requests = prompts(6, longest=150)
-    started = []
-    for nwor in (None, COW, STAGE):
-        settings = ENGINE | {"model": model_folder(**SMALL), "kv_transfer_config": _example(tmp_path)}
-        settings |= {"max_num_seqs": 4} | ({"additional_config": {"nwor": nwor}} if nwor else {})
-        started.append(engines.submit(_load_job, settings, requests))
+    use = {"rounds": 2, "requests": 12, "drop_prefix_cache": True}
+    started = [_start(engines, nwor, _example(tmp_path), **use) for nwor in (None, COW, STAGE)]
     vanilla, *ours = (future.result() for future in started)
     assert vanilla["session"] is None
-    assert vanilla["loaded"] > 0
+    loaded = vanilla["metrics"]["external_prefix_cache_hits"]
+    assert loaded > 0
     for result in ours:
-        assert result["tokens"] == vanilla["tokens"]
-        assert result["loaded"] == vanilla["loaded"]
+        assert result["rounds"] == vanilla["rounds"]
+        assert result["metrics"]["external_prefix_cache_hits"] == loaded
         assert result["session"]["others_write"] is False
         check_transaction(result)
 
