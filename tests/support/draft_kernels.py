@@ -1,4 +1,4 @@
-"""Compare vLLM's draft kernels with the ops of family drafter, on random batches. Run by test_draft_kernels.py:
+"""Compare vLLM's draft kernels with the ops of family drafter, on random batches. Run by test_draft_graphs.py:
 
     TRITON_INTERPRET=1 python draft_kernels.py FILE
 

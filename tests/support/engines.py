@@ -6,7 +6,6 @@ engines with the same arguments give the same results, so each of them runs only
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -21,7 +20,6 @@ from types import MappingProxyType
 from typing import Any
 
 from copied_rows import CopiedRows
-from planted_errors import Fault, Planted
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -97,12 +95,6 @@ def sampling(index: int, temperature: float, max_tokens: int) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(temperature=temperature, seed=index, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-
-
-def forward_fault(llm: Any, call: int) -> Planted:
-    """Make the last layer's attention raise, which is a failure of vLLM after every layer has written."""
-    context = llm.llm_engine.model_executor.driver_worker.worker.model_runner.compilation_config.static_forward_context
-    return Planted([Fault(list(context.values())[-1].impl, "forward", call, "")])
 
 
 def _write_in_forward() -> list[int]:
@@ -207,7 +199,6 @@ def _job(
     max_tokens: int,
     temperature: float,
     abort: dict[int, list[str]],
-    fault: tuple[str, int] | None,
     own_writer: bool,
 ) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT | environment)
@@ -220,22 +211,10 @@ def _job(
     from nwor_ops.vllm.audit.vllm_states import VllmStateAudit
 
     llm = LLM(**arguments)
-    if fault is not None and fault[0] == "forward":
-        forward_fault(llm, fault[1])
-    elif fault is not None and fault[0] == "log rows":
-        nwor_ops.vllm.sessions()[-1].manager.max_draft_tokens = fault[1]
     staged = [session for session in nwor_ops.vllm.sessions() if session.mode == "stage" and cache_audit(session)]
     copied_rows = [CopiedRows(session.manager) for session in staged]
-    error = None
-    try:
-        tokens = run_requests(llm, requests, max_tokens, temperature, abort)
-    except RuntimeError as raised:
-        if fault is None or fault[0] != "forward":
-            raise
-        tokens, error = [], str(raised)
     result: dict[str, Any] = {
-        "tokens": tokens,
-        "error": error,
+        "tokens": run_requests(llm, requests, max_tokens, temperature, abort),
         "metrics": {name.removeprefix("vllm:"): value for name, value in metrics_of(llm).items()},
         "layers": _layers(llm),
         "wrapped": _wrapped_methods(llm),
@@ -250,46 +229,6 @@ def _job(
             "copied_rows": [counted.as_dict() for counted in copied_rows],
         }
     return result
-
-
-def ranks_job(requests: list[list[int]], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run an engine with ranks in separate processes. Return the description of each worker, and the sum of
-    the counts."""
-    os.environ.update(ENVIRONMENT | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})  # collective_rpc accepts a function
-    from engine_child import describe_worker
-    from vllm import LLM
-
-    import nwor_ops
-
-    llm = LLM(**(ENGINE | {"model": model_folder(**SMALL)} | arguments))
-    run_requests(llm, requests, 12)
-    receive_last_counts(llm)
-    result = {"workers": llm.collective_rpc(describe_worker), "stats": dataclasses.asdict(nwor_ops.stats())}
-    llm.llm_engine.engine_core.shutdown()
-    return result
-
-
-def _detached_job(requests: list[list[int]], environment: dict[str, str]) -> dict[str, Any]:
-    """Run an engine with its core in a separate process. Return its tokens and metrics, our counts, and both logs."""
-    os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | environment)
-    with tempfile.NamedTemporaryFile("r") as log:
-        for stream in (1, 2):
-            os.dup2(os.open(log.name, os.O_WRONLY | os.O_APPEND), stream)
-        from vllm import LLM
-
-        import nwor_ops.vllm
-
-        llm = LLM(**(ENGINE | {"model": model_folder()}))
-        tokens = run_requests(llm, requests, 40)
-        receive_last_counts(llm)
-        result = {
-            "tokens": tokens,
-            "stats": nwor_ops.stats().as_dict(),
-            "metrics": metrics_of(llm),
-            "sessions": len(nwor_ops.vllm.sessions()),
-        }
-        llm.llm_engine.engine_core.shutdown()
-        return result | {"log": log.read()}
 
 
 # ---------------------------------------------------------------- code of the test's process
@@ -312,17 +251,16 @@ class Engines:
         max_tokens: int = 40,
         temperature: float = 0.0,
         abort: dict[int, list[str]] | None = None,
-        fault: tuple[str, int] | None = None,
         own_writer: bool = False,
         **arguments: Any,
     ) -> Future[dict[str, Any]]:
         """Run the requests on a fresh engine; `arguments` are vLLM's. Without the plugin, an earlier result may be
         returned."""
         settings = ENGINE | {"model": arguments.get("model") or model_folder()} | arguments
-        job = (environment or {}, settings, requests, max_tokens, temperature, abort or {}, fault, own_writer)
+        job = (environment or {}, settings, requests, max_tokens, temperature, abort or {}, own_writer)
         if nwor is not None:
             settings["additional_config"] = {"nwor": nwor}
-        elif not environment and fault is None:
+        elif not environment:
             key = json.dumps(job, sort_keys=True)
             if key not in self._vanilla:
                 self._vanilla[key] = self.submit(_job, *job)
@@ -338,9 +276,6 @@ class Engines:
 
     def run(self, requests: list[list[int]], **arguments: Any) -> dict[str, Any]:
         return self.start(requests, **arguments).result()
-
-    def run_detached(self, requests: list[list[int]], environment: dict[str, str]) -> dict[str, Any]:
-        return self.submit(_detached_job, requests, environment).result()
 
     def pair(self, requests: list[list[int]], nwor: dict[str, Any], **arguments: Any) -> Any:
         """Run the same requests concurrently on a vanilla engine and on one with the plugin."""

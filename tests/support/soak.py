@@ -26,6 +26,8 @@ from nwor_ops.testing.server import PROGRAM
 
 VOCABULARY = 64
 TEMPERATURES = (0.0, 0.7, 1.2)
+MAX_TOKENS = 48  # of an answer
+ABORTED = 0.35  # share of the requests that clients abort
 # Memory is compared between the third and the last quarter of the load, because vLLM's own memory grows for about a
 # thousand requests. This much is no leak: caches of the host, and what the GPU's allocator keeps for a larger batch.
 HOST_GROWTH = 1.03
@@ -47,11 +49,8 @@ class Plan:
         log: the server's log.
         seconds: how long clients send requests.
         clients: requests at the same time.
-        aborted: share of the requests that clients abort.
         longest: tokens of the longest prompt.
-        max_tokens: tokens of an answer.
         drafts: K.
-        seed: of prompts, temperatures and aborts.
     """
 
     words: list[str]
@@ -59,11 +58,8 @@ class Plan:
     log: str
     seconds: float = 60.0
     clients: int = 64
-    aborted: float = 0.35
     longest: int = 120
-    max_tokens: int = 48
     drafts: int = 4
-    seed: int = 0
 
 
 # ---------------------------------------------------------------- load
@@ -73,7 +69,7 @@ class Prompts:
     """Prompts that share prefixes of any length, in the tiny models' language, in which drafts are sometimes right."""
 
     def __init__(self, plan: Plan, number: int) -> None:
-        self._rng = random.Random(f"{plan.seed} prompts {number}")
+        self._rng = random.Random(f"prompts {number}")
         self._longest = plan.longest
         self._texts = [self._text(number, 3 + 2 * number) for number in range(6)]
 
@@ -86,11 +82,9 @@ class Prompts:
         return (shared + tail)[-self._longest :]
 
 
-def stream(
-    server: Server, model: str, prompt: list[int], temperature: float, max_tokens: int
-) -> Generator[list[int], None, None]:
+def stream(server: Server, model: str, prompt: list[int], temperature: float) -> Generator[list[int], None, None]:
     """Yield the tokens of an answer as they come. A caller that closes the iterator hangs up."""
-    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
+    body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": temperature}
     body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
     with contextlib.closing(connection):
@@ -104,19 +98,19 @@ def stream(
 
 
 def run_client(server: Server, plan: Plan, number: int, until: float) -> Counter[str]:
-    rng, counts, prompts = random.Random(f"{plan.seed} {number}"), Counter[str](), Prompts(plan, number)
+    rng, counts, prompts = random.Random(str(number)), Counter[str](), Prompts(plan, number)
     while time.monotonic() < until:
-        abort = rng.random() < plan.aborted
-        wanted = rng.randrange(1, plan.max_tokens) if abort else plan.max_tokens
+        abort = rng.random() < ABORTED
+        wanted = rng.randrange(1, MAX_TOKENS) if abort else MAX_TOKENS
         received = 0
-        answer = stream(server, plan.words[0], prompts.next(), rng.choice(TEMPERATURES), plan.max_tokens)
+        answer = stream(server, plan.words[0], prompts.next(), rng.choice(TEMPERATURES))
         with contextlib.closing(answer):
             for tokens in answer:
                 received += len(tokens)
                 if abort and received >= wanted:
                     break
         counts["tokens"] += received
-        counts["aborted" if abort else "finished" if received == plan.max_tokens else "short"] += 1
+        counts["aborted" if abort else "finished" if received == MAX_TOKENS else "short"] += 1
     return counts
 
 
@@ -160,7 +154,7 @@ def answers(server: Server, plan: Plan) -> list[list[int]]:
     """Ask some prompts one at a time. Each is asked twice, so that the second answer begins with a cached prefix."""
     prompts = Prompts(plan, -1)
     asked = [prompts.next() for _ in range(6)]
-    return [server.complete(prompt, plan.max_tokens) for prompt in asked * 2][6:]
+    return [server.complete(prompt, MAX_TOKENS) for prompt in asked * 2][6:]
 
 
 def run(plan: Plan) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 import logging
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,6 @@ from draft_configs import FullAttentionSpec, MambaSpec, MLAAttentionSpec, engine
 from engines import Engines, prompts
 from processes import interpreted
 
-from nwor_ops.config import NworConfig
 from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
 from nwor_ops.vllm.draft_graphs.graphs import (
     DUMMY_RUN,
@@ -91,17 +91,13 @@ def test_proposers_draft_what_vllm_drafts() -> None:
     assert any(NEAR in report["eager"] for report in ran.values())
 
 
+def test_ops_are_vllm_s_kernels(tmp_path: Path) -> None:
+    """The ops of family drafter give the results of the vLLM kernels, which run in Triton's interpreter."""
+    said = interpreted("draft_kernels.py", str(tmp_path / "vllm_kernels.py"))
+    assert said.strip() == "30 batches equal"
+
+
 # ---------------------------------------------------------------- settings and refusals
-
-
-def test_draft_graphs_need_no_transaction() -> None:
-    config = NworConfig.load({"nwor": {"draft_graphs": True}}, {})
-    assert config.draft_graphs
-    assert not config.wants_transaction
-    assert NworConfig.load({}, {"VLLM_NWOR_DRAFT_GRAPHS": "1"}) == config
-    assert not NworConfig.load({"nwor": {"draft_graphs": True}}, {"VLLM_NWOR_DRAFT_GRAPHS": "0"}).draft_graphs
-    with pytest.raises(ValueError, match="draft_graphs must be true or false, got 'yes'"):
-        NworConfig.load({"nwor": {"draft_graphs": "yes"}}, {})
 
 
 @pytest.mark.parametrize(
@@ -144,13 +140,11 @@ def test_each_refusal_has_its_sentence(changes: dict[str, Any], because: str) ->
 
 
 def test_cpu_has_no_graphs(engines: Engines) -> None:
-    """A vLLM of another version is named first. The transaction is a separate setting."""
+    """A vLLM of another version is named first. test_feature_report.py has an engine that goes on without them."""
     with pytest.raises(Unsupported, match="device cpu: CUDA graphs need CUDA"):
         check_engine(engine_config(), "cpu", DRAFT_GRAPHS)
     with pytest.raises(RuntimeError, match=r"nwor: vLLM .*draft graphs were asked for"):
         engines.run(prompts(1), nwor={"draft_graphs": True})
-    result = engines.run(prompts(2), nwor=VANILLA["nwor"] | {"mode": "cow"}, max_tokens=8)
-    assert result["session"]["stats"]["windows"] > 0
 
 
 def test_other_attention_is_refused() -> None:

@@ -14,12 +14,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from engine_child import describe_session
 from engines import (
     ENGINE,
     ENVIRONMENT,
     SMALL,
     Engines,
-    forward_fault,
     model_folder,
     prompts,
     receive_last_counts,
@@ -181,58 +181,62 @@ def _error_of_a_run(llm: Any, requests: list[list[int]]) -> str:
     return error
 
 
-def _counts() -> dict[str, Any]:
-    import nwor_ops
-
-    [session] = nwor_ops.vllm.sessions()
-    return {
-        "stats": session.stats().as_dict(),
-        "vanilla_steps": dict(session.vanilla_steps),
-        "errors": dict(nwor_ops.stats().errors),
-    }
-
-
 def _interrupted_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
-    """Fail in a forward of vLLM, and then in the cancel of its window. Run the requests again."""
+    """Fail in two forwards of vLLM, after every layer has written, and in the cancel of the second window. Run the
+    requests again."""
     os.environ.update(ENVIRONMENT)
     from vllm import LLM
 
-    from nwor_ops import DraftCommitManager
+    import nwor_ops
 
     llm = LLM(**settings)
     lines = Lines()
     logging.getLogger("vllm").addHandler(lines)
-    forward = forward_fault(llm, 12)
-    planted = Planted([Fault(DraftCommitManager, "cancel", 1, CANCEL)])
-    error = _error_of_a_run(llm, requests)
+    [session] = nwor_ops.vllm.sessions()
+    context = llm.llm_engine.model_executor.driver_worker.worker.model_runner.compilation_config.static_forward_context
+    forward = Planted([Fault(list(context.values())[-1].impl, "forward", 12, "")])
+
+    def counts() -> dict[str, Any]:
+        return describe_session(session) | {"errors": dict(nwor_ops.stats().errors)}
+
+    errors, moments = [_error_of_a_run(llm, requests)], [counts()]
+    planted = Planted([Fault(nwor_ops.DraftCommitManager, "cancel", 1, CANCEL)])
+    errors.append(_error_of_a_run(llm, requests))
     planted.remove()
     forward.remove()
-    during = _counts()
+    moments.append(counts())
     tokens = run_requests(llm, requests, MAX_TOKENS)
     return {
-        "error": error,
+        "run_errors": errors,
         "planted": dict(planted.counts),
         "alive": planted.alive(),
-        "during": during,
-        "after": _counts(),
+        "moments": [*moments, counts()],
         "tokens": tokens,
         "lines": lines.lines,
     }
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_step_whose_window_cannot_be_cancelled(engines: Engines, mode: str) -> None:
-    """The error is the step's own. Its drafts belong to no sequence: tokens of later requests are vanilla's."""
+def test_failed_forwards_leave_no_draft(engines: Engines, mode: str) -> None:
+    """The window is cancelled in the step that failed, and the audit compares that. If cancel fails, the error is still
+    the step's own. Its drafts belong to no sequence: tokens of later requests are vanilla's."""
     requests = prompts(20)
     vanilla = engines.start(requests, max_tokens=MAX_TOKENS, model=model_folder(**SMALL))
     found = engines.submit(_interrupted_job, _settings(mode=mode, audit=True), requests).result()
-    assert found["error"] == "planted in forward"
+    assert found["run_errors"] == ["planted in forward"] * 2
     assert found["tokens"] == vanilla.result()["tokens"]
+    cancelled, during, after = found["moments"]
+    assert (cancelled["vanilla_steps"], cancelled["errors"]) == ({"cancelled": 1}, {})
+    assert (cancelled["stats"]["abandoned"], cancelled["stats"]["cancelled"]) == (0, 1)
+    assert cancelled["stats"]["rejected"] == cancelled["audit"]["rejected"] > 0
+    assert cancelled["audit"]["stale_rows_at_end"] == 0
+    assert cancelled["audit"]["steps"] == 12
     assert found["planted"] == {CANCEL: 1}
-    for moment in ("during", "after"):
-        assert found[moment]["vanilla_steps"] == found[moment]["errors"] == {CANCEL: 1}
-        assert (found[moment]["stats"]["abandoned"], found[moment]["stats"]["cancelled"]) == (1, 0)
-    assert found["after"]["stats"]["windows"] > found["during"]["stats"]["windows"]
+    for moment in (during, after):
+        assert moment["vanilla_steps"] == {"cancelled": 1, CANCEL: 1}
+        assert moment["errors"] == {CANCEL: 1}
+        assert (moment["stats"]["abandoned"], moment["stats"]["cancelled"]) == (1, 1)
+    assert after["stats"]["windows"] > during["stats"]["windows"]
     assert found["alive"] == 0
     assert [line.partition(";")[0] for level, line in found["lines"] if level == "ERROR"] == [
         f"nwor: {CANCEL}: planted in cancel"

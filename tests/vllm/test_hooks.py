@@ -209,9 +209,9 @@ def changed(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
     return sorted(set(found) - {"vllm.envs.__getattr__"})  # vLLM itself replaces it when an engine starts
 
 
-def footprint_job(plugins: str, nwor: dict[str, Any]) -> tuple[list[str], list[str]]:
+def footprint_job(nwor: dict[str, Any], variables: dict[str, str]) -> tuple[list[str], list[str]]:
     """Run an engine. Return what changed in the modules of vLLM that were loaded before, and our patches."""
-    os.environ.update(ENVIRONMENT | {"VLLM_PLUGINS": plugins})
+    os.environ.update(ENVIRONMENT | variables)
     modules = [name for name in sys.modules if name.split(".")[0] == "vllm"]
     before = vllm_now(modules)
     from vllm import LLM, SamplingParams
@@ -224,13 +224,23 @@ def footprint_job(plugins: str, nwor: dict[str, Any]) -> tuple[list[str], list[s
 
 
 def test_engine_without_feature_changes_two_functions(engines: Engines) -> None:
-    """Compared with an engine without the plugin; ``on_error`` alone is no feature."""
-    jobs = [("", {}), ("nwor_ops", {}), ("nwor_ops", {"on_error": "stop", "draft_vocabulary": 0})]
-    (vanilla, none), *others = [one.result() for one in [engines.submit(footprint_job, *job) for job in jobs]]
-    assert none == []
+    """Compared with an engine without the plugin; ``on_error`` alone is no feature.
+
+    ``VLLM_NWOR=off`` changes nothing. No other setting is read then, so the engine starts with an invalid one.
+    """
+    switch = {"VLLM_NWOR": "off", "VLLM_NWOR_MODE": "cow", "VLLM_NWOR_RECURRENT": "1", "VLLM_NWOR_NO_SUCH": "1"}
+    jobs: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({}, {"VLLM_PLUGINS": ""}),
+        ({"mode": "stage", "draft_graphs": True}, switch),
+        ({}, {}),
+        ({"on_error": "stop", "draft_vocabulary": 0}, {}),
+    ]
+    vanilla, off, *others = [one.result() for one in [engines.submit(footprint_job, *job) for job in jobs]]
+    assert vanilla == off
+    assert vanilla[1] == []
     for changes, patched in others:
         assert patched == ["vllm.envs.compile_factors", "vllm.config.vllm.VllmConfig.__post_init__"]
-        assert set(changes) - set(vanilla) == {"vllm.envs.compile_factors", "VllmConfig.__post_init__"}
+        assert set(changes) - set(vanilla[0]) == {"vllm.envs.compile_factors", "VllmConfig.__post_init__"}
 
 
 def test_settings_arrive_before_the_plugin() -> None:

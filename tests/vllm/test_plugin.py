@@ -1,4 +1,4 @@
-"""When the plugin stays off, and what it does after an error. test_feature_report.py has engines with it."""
+"""The settings of the plugin, and the versions of vLLM that it refuses. test_feature_report.py has engines with it."""
 
 from __future__ import annotations
 
@@ -7,44 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import Engines, prompts
+from engines import Engines
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.environment import settings_of
-
-
-def test_one_switch_turns_everything_off(engines: Engines) -> None:
-    """No other setting is read, so an invalid one does not keep the engine from starting."""
-    environment = {"VLLM_NWOR": "off", "VLLM_NWOR_MODE": "cow", "VLLM_NWOR_RECURRENT": "1", "VLLM_NWOR_NO_SUCH": "1"}
-    result = engines.run(
-        prompts(2), nwor={"mode": "stage", "draft_graphs": True}, environment=environment, max_tokens=8
-    )
-    assert result["session"] is None
-    assert result["wrapped"] == []
-
-
-@pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_a_failed_forward_leaves_no_draft(engines: Engines, mode: str) -> None:
-    """vLLM fails in the last layer. The window is cancelled right away, and the audit compares that too."""
-    result = engines.run(prompts(6), nwor={"mode": mode, "audit": True}, fault=("forward", 12))
-    assert result["error"] == "planted in forward"
-    session = result["session"]
-    assert session["vanilla_steps"] == {"cancelled": 1}
-    assert session["stats"]["cancelled"] == 1
-    assert session["stats"]["rejected"] == session["audit"]["rejected"] > 0
-    assert session["audit"]["stale_rows_at_end"] == 0
-    assert session["audit"]["steps"] == 12
-
-
-def test_too_many_drafts_make_vanilla_step(engines: Engines) -> None:
-    """The step is counted, and is no error. Steps that fit are transactions."""
-    vanilla = engines.start(prompts(6))
-    ours = engines.start(prompts(6), nwor={"mode": "cow", "audit": True}, fault=("log rows", 16)).result()
-    assert ours["tokens"] == vanilla.result()["tokens"]
-    session = ours["session"]
-    assert list(session["vanilla_steps"]) == ["more drafts than log rows"]
-    assert session["stats"]["windows"] > 0
-    assert 0 < session["stats"]["drafted"] < session["audit"]["drafted"]
 
 
 def examples_job() -> dict[str, tuple[int, int]]:
@@ -111,6 +77,8 @@ def test_settings_add_nothing_to_a_configuration() -> None:
 def test_environment_wins() -> None:
     config = NworConfig.load({"nwor": {"mode": "cow", "audit": True}}, {"VLLM_NWOR_MODE": "off"})
     assert config == NworConfig(mode="off", audit=True)
+    config = NworConfig.load({"nwor": {"draft_graphs": False}}, {"VLLM_NWOR_DRAFT_GRAPHS": "1"})
+    assert (config.draft_graphs, config.wants_transaction) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +88,7 @@ def test_environment_wins() -> None:
         ({"nwor": {"mode": "on"}}, {}, "mode must be one of off, cow, stage, got 'on'"),
         ({"nwor": {"audit": "yes"}}, {}, "audit must be true or false"),
         ({"nwor": {"audit": 1}}, {}, "audit must be true or false"),
+        ({"nwor": {"draft_graphs": "yes"}}, {}, "draft_graphs must be true or false, got 'yes'"),
         ({"nwor": "cow"}, {}, "must be a dict"),
         ({}, {"VLLM_NWOR_MODE": "stage2"}, "mode must be one of"),
         ({}, {"VLLM_NWOR_MODUS": "cow"}, "unknown environment variable VLLM_NWOR_MODUS; known are"),

@@ -5,7 +5,6 @@ vLLM's CPU engine has only V1. tests/gpu/vllm covers the real V2 runner.
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,38 +89,6 @@ def test_failure_of_step_propagates(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     with pytest.raises(KeyboardInterrupt):
         runner.run(runner.step, fails=False)
     assert "nwor: cancel failed: the device is lost" in caplog.text
-
-
-def test_adaptive_batch_equals_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's manager of adaptive verification creates it. The counts of host and device differ."""
-    from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllms
-
-    for name in ("Stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: None)
-    monkeypatch.setattr(vllms, "CpuGpuBuffer", functools.partial(vllms.CpuGpuBuffer, pin_memory=False))
-    monkeypatch.setattr(vllms, "_assign_draft_token_budget_compiled", vllms._assign_draft_token_budget)
-    states = SimpleNamespace(
-        device=torch.device("cpu"),
-        num_speculative_steps=2,
-        max_num_reqs=2,
-        req_id_to_index={"a": 0, "b": 1},
-        num_computed_tokens_np=numpy.array([2, 0]),
-        prefill_len=SimpleNamespace(np=numpy.array([2, 0])),
-    )
-    starts = torch.zeros(3, dtype=torch.int32)
-    manager = vllms.AdaptiveVerificationManager(states, starts, num_bonus_tokens=1, max_total_logits=16)
-    # The device's confidence in each draft, which the host does not know yet. Five tokens cost as much as one.
-    manager._confidence_probs[:] = torch.tensor([[0.5, 0.1], [0.9, 0.8]])
-    manager.cost_tables = numpy.ones(3), numpy.array([1.0] * 6 + [100.0])
-    scheduled, drafts = {"a": 3, "b": 3}, {"a": [-1] * 2, "b": [-1] * 2}
-    assert manager.get_num_tokens(scheduled, drafts) == 5
-
-    per_request = numpy.array([2, 2], dtype=numpy.int32)
-    counts, _ = manager.compact_batch(per_request, numpy.array([3, 3], dtype=numpy.int32), numpy.array([0, 3, 6]))
-    cu_num_logits, query_start_loc, num_drafts, *_ = manager.reallocate_drafts(["a", "b"], torch.tensor([0, 1]))
-    assert numpy.cumsum([0, *counts]).tolist() == [0, 3, 5]
-    assert per_request.tolist() == [2, 2]
-    assert (query_start_loc.tolist(), cu_num_logits.tolist(), num_drafts) == ([0, 2, 5], [0, 2, 5], 3)
 
 
 @MODES

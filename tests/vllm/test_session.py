@@ -80,10 +80,13 @@ class Listened:
         self.session.bind(Layout(slots))
         self.window = Window(starts, counts, 2)
         self.session.begin(Step, self.window, lambda: ([0, 3], [2]))
-        self.session.writer("layer")(None, KEYS, KEYS, self.cache, slots["0"])
+        self.write(KEYS)
         self.noting = Noting(self.session)
         self.session.subscribe(self.noting)
         assert self.cache[1].any()
+
+    def write(self, key: torch.Tensor, value: torch.Tensor = KEYS, *rest: Any) -> None:
+        self.session.writer("layer")(None, key, value, self.cache, self.session.slot_mappings["0"], *rest)
 
     def own_writer(self, key: Any, value: Any, kv_cache: torch.Tensor, slots: torch.Tensor, *rest: Any) -> None:
         """vLLM's writer of the layer, in Python."""
@@ -135,7 +138,7 @@ def test_error_stops_engine_if_set(monkeypatch: pytest.MonkeyPatch, moment: str)
     target = manager.writer("layer") if moment == "write" else manager
     monkeypatch.setattr(type(target), moment, lambda *_, **__: fails())
     calls: dict[str, Callable[[], None]] = {
-        "write": lambda: session.writer("layer")(None, KEYS, KEYS, step.cache, session.slot_mappings["0"]),
+        "write": lambda: step.write(KEYS),
         "commit": lambda: session.commit(lambda manager: manager.commit(SLOTS, SLOTS), lambda: [1]),
     }
     with pytest.raises(RuntimeError, match=f"nwor: {moment} failed: planted in a listener .VLLM_NWOR_ON_ERROR=cont"):
@@ -166,7 +169,7 @@ def test_failed_write_during_capture_stops_engine(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(session_module, "is_capturing", lambda _: True)
     monkeypatch.setattr(type(step.session.manager.writer("layer")), "write", lambda *_, **__: fails())
     with pytest.raises(CannotContinue, match=r"failed while a CUDA graph was captured: planted .* of layer layer"):
-        step.session.writer("layer")(None, KEYS, KEYS, step.cache, step.session.slot_mappings["0"])
+        step.write(KEYS)
 
 
 def test_loaded_rows_without_copy_end_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +200,22 @@ def test_undescribed_step_runs_without_window(caplog: pytest.LogCaptureFixture) 
     assert record.exc_info is not None
 
 
+def test_too_many_drafts_make_vanilla_step() -> None:
+    """The step is counted, and is no error. Its drafts stay, and steps that fit are transactions."""
+    step = Listened("stop")
+    step.session.close_interrupted()
+    windows = step.session.stats().windows
+    many = step.window._replace(num_draft_tokens=3)
+    step.session.begin(Step, many, lambda: ([0, 3], [2]))
+    step.write(2 * KEYS)
+    step.session.commit(lambda _: fails(), lambda: [1])
+    assert step.session.vanilla_steps == {"cancelled": 1, "more drafts than log rows": 1}
+    assert step.session.stats().windows == windows
+    assert step.drafts.all()
+    step.session.begin(Step, step.window, lambda: ([0, 3], [2]))
+    assert step.session.in_window
+
+
 def test_failed_copy_of_request_states_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     states = v1.RequestStates(2, torch.device("cpu"))
     states.update(["a"])
@@ -225,7 +244,7 @@ def test_listener_gets_inputs_and_written_rows() -> None:
     step = Listened()
     noting = step.noting
     key, value = 2 * KEYS, 3 * KEYS
-    step.session.writer("layer")(None, key, value, step.cache, step.session.slot_mappings["0"], "a scale")
+    step.write(key, value, "a scale")
     [(name, *rows, slots, offset, rest)] = noting.recorded
     assert name == "layer"
     assert all(row is given for row, given in zip(rows, (key, value), strict=True))
@@ -255,7 +274,7 @@ def test_own_writer_writes_outside_window() -> None:
     step = Listened()
     assert step.own_writes == []  # our kernel logged and wrote
     step.session.close_interrupted()
-    step.session.writer("layer")(None, 2 * KEYS, KEYS, step.cache, step.session.slot_mappings["0"], "a scale")
+    step.write(2 * KEYS, KEYS, "a scale")
     assert step.own_writes == [("a scale",)]
     assert step.cache[1, 1, 0, 0] == 2
 
