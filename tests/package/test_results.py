@@ -121,11 +121,13 @@ def test_documents_name_each_file() -> None:
     assert named == {file.name for file in FILES}
 
 
-OURS = {"recurrent": "`recurrent`", "recurrent+vocabulary": "both"}
 LOADS = (1, 16, 64, 128)
-Entries = dict[str, dict[str, Any]]
-# Other rows of README's table: the file and the name of a ratio.
-OTHER_GAINS = {
+# README's rows by their first cells: machine, file and ratio.
+GAINS = {
+    "`recurrent` | vLLM's default": ("h200", "gpu_hybrid", "e2e_recurrent/over_default"),
+    "`recurrent` | bfloat16 states": ("h200", "gpu_hybrid", "e2e_recurrent/over_bfloat16"),
+    "both | vLLM's default": ("h200", "gpu_engine_hybrid", "e2e/recurrent+vocabulary/over/vanilla"),
+    "both | the best vanilla": ("h200", "gpu_engine_hybrid", "e2e/recurrent+vocabulary/over/bfloat16+fp8_head"),
     "`draft_vocabulary` | `recurrent` on both sides": (
         "h200", "gpu_engine_hybrid", "e2e/recurrent+vocabulary/over/recurrent"
     ),
@@ -138,70 +140,44 @@ OTHER_GAINS = {
 }  # fmt: skip
 
 
-def hybrid_results(side: str) -> Entries:
-    """Return the figures of a side of the hybrid model: from the run of README's picture if that run has it."""
-    found = results.read("h200", "gpu_engine_hybrid")
-    if f"e2e/{side}/over/vanilla/1" in found or side != "recurrent":
-        return found
-    older = results.read("h200", "gpu_hybrid").items()
-    names = ((name.replace("e2e_recurrent/over_", "e2e/recurrent/over/"), entry) for name, entry in older)
-    names = ((re.sub(r"^(tok_s|running)_", r"\1/", name), entry) for name, entry in names)
-    return {re.sub(r"/default(?=/|$)", "/vanilla", name): entry for name, entry in names}
-
-
-def best_vanilla(found: Entries, side: str, load: int) -> str:
-    """Return the fastest rival without our features that has a ratio at this load."""
-    names = (re.fullmatch(rf"e2e/{re.escape(side)}/over/(.+)/{load}", name) for name in found)
-    rivals = [name[1] for name in names if name and not re.search(r"recurrent|chunk|vocabulary|graphs", name[1])]
-    return max(rivals, key=lambda rival: found[f"tok_s/{rival}/{load}"]["value"], default="vanilla")
-
-
-def cell(found: Entries, name: str, *sides: str) -> str:
-    """Return a ratio with its quartiles, as README has it; with a star if a side did not run all requests at once."""
-    if name not in found:
+def cell(entry: dict[str, Any] | None) -> str:
+    """Return a ratio with its quartiles, as README has it."""
+    if entry is None:
         return "not measured"
-    low, high = found[name]["spread"]
-    value = "no difference" if low <= 1 <= high else f"{found[name]['value']:.2f}"
-    load = int(name.rsplit("/", 1)[1])
-    running = (found.get(f"running/{side}/{load}", {"value": load})["value"] for side in sides)
-    return f"{value} [{low:.2f}, {high:.2f}]" + " *" * (min(running, default=load) < load)
-
-
-def gains() -> list[str]:
-    """Return the rows of README's table."""
-    rows = []
-    for side, label in OURS.items():
-        found = hybrid_results(side)
-        default = [cell(found, f"e2e/{side}/over/vanilla/{load}", side, "vanilla") for load in LOADS]
-        rivals = {load: best_vanilla(found, side, load) for load in LOADS}
-        best = [cell(found, f"e2e/{side}/over/{rival}/{load}", side, rival) for load, rival in rivals.items()]
-        rival = "bfloat16 states" if side == "recurrent" else "the best vanilla"  # that run had no fp8 head
-        rows += [[label, "vLLM's default", *default], [label, rival, *best]]
-    for name, (machine, file, ratio) in OTHER_GAINS.items():
-        rows.append([name, *(cell(results.read(machine, file), f"{ratio}/{load}") for load in LOADS)])
-    return [f"| {' | '.join(row)} |" for row in rows]
+    low, high = entry["spread"]
+    value = "no difference" if low <= 1 <= high else f"{entry['value']:.2f}"
+    return f"{value} [{low:.2f}, {high:.2f}]"
 
 
 def test_readme_has_the_gains() -> None:
+    rows = []
+    for label, (machine, file, ratio) in GAINS.items():
+        found = results.read(machine, file)
+        rows.append(f"| {label} | {' | '.join(cell(found.get(f'{ratio}/{load}')) for load in LOADS)} |")
+        running = {name: entry["value"] for name, entry in found.items() if name.startswith("running")}
+        assert [name for name, most in running.items() if most < min(int(name.rpartition("/")[2]), LOADS[-1])] == []
     section = (ROOT / "README.md").read_text().partition("## Measured gains")[2].partition("\n## ")[0]
-    assert re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:] == gains()
+    assert re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:] == rows
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_best_vanilla_is_the_fastest(load: int) -> None:
+    ours = re.compile("recurrent|chunk|vocabulary|graphs")
+    speeds = results.read("h200", "gpu_engine_hybrid").items()
+    rivals = {
+        name: entry["value"]
+        for name, entry in speeds
+        if re.fullmatch(f"tok_s/.*/{load}", name)
+        if not ours.search(name)
+    }
+    assert len(rivals) > 1
+    assert max(rivals, key=rivals.__getitem__) == f"tok_s/bfloat16+fp8_head/{load}"
 
 
 def test_cell_says_what_was_measured() -> None:
-    def entry(value: float, *spread: float) -> dict[str, Any]:
-        return {"value": value, "spread": spread}
-
-    found = {
-        "e2e/recurrent/over/vanilla/16": entry(1.126, 1.1, 1.2),
-        "e2e/recurrent/over/fp8_head/16": entry(1.0, 0.99, 1.1),
-        "e2e/recurrent/over/vocabulary/16": entry(1.5, 1.4, 1.6),
-        "tok_s/vanilla/16": entry(10.0), "tok_s/fp8_head/16": entry(20.0), "tok_s/vocabulary/16": entry(30.0),
-        "running/vanilla/16": entry(15.0),
-    }  # fmt: skip
-    assert best_vanilla(found, "recurrent", 16) == "fp8_head"
-    assert cell(found, "e2e/recurrent/over/fp8_head/16", "fp8_head") == "no difference [0.99, 1.10]"
-    assert cell(found, "e2e/recurrent/over/vanilla/16", "vanilla") == "1.13 [1.10, 1.20] *"
-    assert cell(found, "e2e/recurrent/over/vanilla/64") == "not measured"
+    cells = [cell({"value": 1.126, "spread": [low, 1.2]}) for low in (1.1, 0.994)]
+    assert cells == ["1.13 [1.10, 1.20]", "no difference [0.99, 1.20]"]
+    assert cell(None) == "not measured"
 
 
 def numbers(text: str) -> list[float]:
