@@ -213,6 +213,14 @@ def test_gpus_choose_the_architectures(
     assert setup["default_architectures"](str(add_nvcc(tmp_path / "cuda"))) == expected
 
 
+def test_old_nvcc_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = add_nvcc(tmp_path)
+    nvcc.write_text(NVCC.replace("13.0", "11.8"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    problem = runpy.run_path(str(ROOT / "setup.py"))["cuda_problem"]()
+    assert problem == f"{nvcc} is of CUDA 11.8, 12.8 or newer is needed; install it or set CUDA_HOME"
+
+
 def test_terminal_shows_what_is_compiled(tmp_path: pathlib.Path) -> None:
     """pip hides both streams of a build, and so does this shell. The nvcc compiles nothing, so the build fails."""
     tree = Tree(tmp_path / "tree")
@@ -225,38 +233,3 @@ def test_terminal_shows_what_is_compiled(tmp_path: pathlib.Path) -> None:
                           text=True, timeout=300, check=True)  # fmt: skip
     assert "nwor_ops: compiling CUDA kernels for compute capability 9.0 (about " in done.stdout
     assert "three.cu" in (tree.folder / "log").read_text()
-
-
-# ---------------------------------------------------------------- make dist
-
-
-def make_dist(folder: pathlib.Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``make dist`` in a tree with this environment of Python, where the only nvcc is too old."""
-    tree = Tree(folder)
-    tree.write("Makefile", (ROOT / "Makefile").read_text())
-    (folder / ".venv").symlink_to(sys.prefix)
-    tree.write("cuda/bin/nvcc", "#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
-    (folder / "cuda/bin/nvcc").chmod(0o755)
-    hidden = ("NWOR_BUILD_CUDA", "MAKEFLAGS", "MAKELEVEL")
-    variables = {name: value for name, value in os.environ.items() if name not in hidden}
-    command = ["make", "--old-file=.venv/.ready", f"PYTHON={sys.executable}", *words, "dist"]
-    return subprocess.run(command, cwd=folder, env=variables | {"CUDA_HOME": str(folder / "cuda")} | environment,
-                          capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
-
-
-def test_make_dist_without_nvcc_leaves_no_wheel(tmp_path: pathlib.Path) -> None:
-    """It would have the name of the release, and an engine on a GPU would start without our kernels."""
-    old = tmp_path / "dist" / "nwor_ops-0-py3-none-any.whl"
-    old.parent.mkdir()
-    old.touch()
-    done = make_dist(tmp_path)
-    assert done.returncode != 0
-    assert "nvcc is of CUDA 11.8, 12.8 or newer is needed; install it or set CUDA_HOME" in done.stdout + done.stderr
-    assert "NWOR_BUILD_CUDA=0 make dist" in done.stdout
-    assert not old.parent.exists()
-
-
-@pytest.mark.parametrize("wanted", ["0", "1"])
-def test_make_dist_names_missing_cuda_library(wanted: str, tmp_path: pathlib.Path) -> None:
-    planned = make_dist(tmp_path, "--dry-run", NWOR_BUILD_CUDA=wanted).stdout
-    assert ("this wheel has no CUDA library" in planned) == (wanted == "0")
