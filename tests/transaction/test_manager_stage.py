@@ -12,7 +12,7 @@ from tensors import int32, numbers
 from transactions import KINDS, Request, begin, make_batch, one_thread, put_rows  # noqa: F401
 
 import nwor_ops
-from nwor_ops import DraftCommitManager, LayerCache, Layout, Plane, num_shadow_blocks, ops
+from nwor_ops import DraftCommitManager, LayerCache, Layout, Plane, Window, num_shadow_blocks, ops
 from nwor_ops.testing.layouts import make_amx_pages, random_bytes
 
 
@@ -103,6 +103,21 @@ def test_forgotten_rows_are_copied_again():
         first_draft = engine.lengths[request] + 1
         alone = sum(max(0, first_draft % size - 1) for size in engine.block_sizes.values())
         assert copied_of()["copied"] == alone
+
+
+def test_unused_shadow_page_holds_no_row():
+    """Rows 0 and 1 of page 0 are copied in the first step, which writes rows 2 and 3."""
+    cache = numbers(4, 4, 1, 16, seed=1)
+    manager = DraftCommitManager(
+        max_num_tokens=2, max_num_requests=1, max_draft_tokens=1, device="cpu", mode="stage", max_drafts_per_request=1
+    )
+    manager.register_layer("one", LayerCache.packed(cache))
+    manager.allocate()
+    slots, table = torch.tensor([2, 3]), int32(0).view(1, 1)
+    manager.bind(Layout({"default": slots}, {"default": table}, request_states=True))
+    manager.begin(Window(int32(0, 2), int32(1), seq_lens=int32(4), request_states=int32(0)))
+    assert table.item() > 0
+    assert torch.equal(cache[table.item(), :2], cache[0, :2])
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
