@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import bad_input
 import draft_examples as samples
@@ -16,9 +15,7 @@ from tensors import flags, int32, int64, numbers
 from nwor_ops import ops
 from nwor_ops.testing import layouts
 from nwor_ops.testing.oracle import drafter as oracle_drafter
-from nwor_ops.testing.samples import argument_names, named, ops_of, with_arguments
-
-OPS = ops_of("drafter")
+from nwor_ops.testing.samples import argument_names, named, with_arguments
 
 
 def run(op, arguments, device="cpu"):
@@ -446,9 +443,3 @@ def test_positions_at_the_end_of_64_bits():
     assert after["slot_mapping"].tolist()[:3] == [-1, -1, 4 * int(step[1][2, 1])]
     expanded = with_arguments("copy_expand_inputs", samples.expand(), target_positions=int64(*[last - 1] * 10))
     assert run("copy_expand_inputs", expanded)["positions"].tolist()[:4] == [last - 1, last, last, last]
-
-
-def test_docstrings_name_every_argument():
-    for op in OPS:
-        for name in argument_names(op):
-            assert re.search(rf"\b{name}\b", getattr(ops, op).__doc__), (op, name)

@@ -12,7 +12,7 @@ import samples_recurrent as samples
 import torch
 from bad_input import check_bad_data, left_by_the_oracle
 from samples_recurrent import Heads
-from tensors import int32, int64
+from tensors import int32
 
 from nwor_ops import ops
 from nwor_ops.testing import layouts
@@ -49,18 +49,6 @@ def test_fold_plan_by_hand(device):
     kept = named(PLANS[1], oracle_checks.assert_same_as_oracle(PLANS[1], samples.fold_plan(keep_source=True), device))
     assert kept["plan"].tolist() == ours["plan"].tolist()
     assert kept["cursors"].tolist() == [[0, 0], [3, 0], [0, 1], [0, 1], [0, 0], [0, 0]]
-
-
-def test_cursors_follow_the_windows(device):
-    """Three windows of one request: each reapplies what the previous one recorded, from its half of the record."""
-    plan, cursors = samples.poisoned_plan(1).to(device), samples.cursors_of((0, 0), (0, 0)).to(device)
-    window, slot = int64(0).to(device), int32(1).to(device)
-    seen = []
-    for tokens, kept in ((3, 9), (2, 1), (3, 2)):
-        ops.plan_recurrent_window(plan, cursors, window, slot, int32(0, tokens).to(device), int32(kept).to(device), 3)
-        seen.append((plan[0].tolist(), cursors[1].tolist()))
-    assert seen == [([1, 0, 0, 1], [3, 1]), ([1, 1, 1, 1], [2, 0]), ([1, 2, 0, 1], [3, 1])]
-    assert window.item() == 3
 
 
 # The invalid arguments, the request that has them, and the message.

@@ -31,7 +31,7 @@ def test_every_op_is_documented_and_exported():
 
     for op in OPS:
         wrapper = getattr(ops, op)
-        assert wrapper.__doc__
+        assert all(re.search(rf"\b{name}\b", wrapper.__doc__) for name in argument_names(op)), op
         assert getattr(nwor_ops, op) is wrapper
 
 

@@ -99,49 +99,6 @@ def test_tokens_in_slot_0_are_refused():
     decoding.states.begin(int32(1, 0), int32(0, 2, 2))  # without tokens it is padding
 
 
-def test_slot_of_earlier_request_needs_reset():
-    """A request that begins, or goes on, must find the state of exactly its earlier tokens."""
-    decoding = Decoding(["gdn"], max_requests=2)
-    states = decoding.states
-    decoding.start(1, 2)
-
-    def begin(computed, is_window=None):
-        decoding.begin([1, 2], [2, 2], is_window, computed)
-
-    def refuse(sentence, computed, is_window=None):
-        with pytest.raises(ValueError, match=f"^begin: {sentence}"):
-            begin(computed, is_window)
-        assert states.state is State.CLOSED
-
-    begin([0, 0])
-    decoding.forward()
-    decoding.commit({1: 2, 2: 1})
-    refuse("num_computed_tokens must be 1 for request 1 .slot 2., .*, got 0; .*reset", [2, 0])
-    refuse("num_computed_tokens must be 1 for request 1 .slot 2., .*, got 99;", [2, 99], [True, False])
-    refuse("is_window must be True for request 1 .slot 2., .* pending, got False; call fold", [2, 1], [True, False])
-    begin([2, 1])
-    decoding.forward()
-    states.cancel()  # nothing stays
-    begin([2, 1])
-    decoding.forward()
-    decoding.commit({1: 1, 2: 2})
-    refuse("num_computed_tokens must be 3 for request 1", [3, 4])
-    begin([3, 0], [True, False])  # another kernel runs the first two tokens of a new request in slot 2
-    decoding.forward()
-    states.cancel()
-    begin([3, 0], [True, False])
-    decoding.forward()
-    decoding.commit({1: 1})
-    begin([4, 2], [True, False])  # and two more
-    decoding.forward()
-    decoding.commit({1: 1})
-    refuse("num_computed_tokens must be 4 for request 1", [5, 0])
-    states.copy(decoding.tensor([1]), decoding.tensor([2]))
-    begin([5, 5], [True, False])
-    states.cancel()  # what the other kernel wrote stays
-    refuse("num_computed_tokens must be 7 for request 1", [5, 5], [True, False])
-
-
 # ---------------------------------------------------------------- compiled
 
 

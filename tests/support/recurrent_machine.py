@@ -54,6 +54,8 @@ class Engine(Counted):
         )  # fmt: skip
         self.states = self.decoding.states
         self.running: list[int] = []  # slots
+        self.tokens: dict[int, int] = {}  # of each slot's state
+        self.says_tokens = data.draw(st.booleans(), "num_computed_tokens")
         self.new_request(2)
 
     def free(self) -> list[int]:
@@ -64,6 +66,7 @@ class Engine(Counted):
     def new_request(self, slot: int) -> None:
         self.decoding.start(slot)
         self.running.append(slot)
+        self.tokens[slot] = 0
 
     @precondition(lambda self: self.free())
     @rule(data=st.data())
@@ -86,8 +89,7 @@ class Engine(Counted):
         sources = [data.draw(st.sampled_from(self.running)) for _ in targets]
         slots = self.decoding.tensor([*sources, 0, sources[0]]), self.decoding.tensor([*targets, SPARE, -1])
         self.fold_or_copy(data, self.states.copy, *slots)
-        counts = self.states._num_tokens
-        assert torch.equal(counts[targets], counts[sources])
+        self.tokens |= {target: self.tokens[source] for source, target in zip(sources, targets, strict=True)}
         for layer in self.decoding.every_state.values():
             layer.held |= {target: layer.held[source] for source, target in zip(sources, targets, strict=True)}
             for target in targets:  # its chunk begins here, also if the slot once held the same state
@@ -152,7 +154,9 @@ class Engine(Counted):
             (slot, n) for slot, n, opens in zip(slots, lengths, windows, strict=True) if slot > 0 and opens and n > 0
         ]
         if reached >= len(self.kinds) and may_commit:
-            self.decoding.commit({slot: data.draw(st.integers(1, n), "stay") for slot, n in own})
+            kept = {slot: data.draw(st.integers(1, n), "stay") for slot, n in own}
+            self.decoding.commit(kept)
+            self.tokens |= {slot: self.tokens[slot] + number for slot, number in kept.items()}
         else:
             self.cancel(data)
             if not self.states.chunk:
@@ -164,12 +168,33 @@ class Engine(Counted):
         in_a_window = st.sampled_from(range(self.max_window, -1, -1))
         lengths = [data.draw(in_a_window if opens else st.sampled_from([1, 9]), "length") for opens in windows]
         others = [slot for slot, opens in zip(slots, windows, strict=True) if not opens]
-        self.fold_slots(data, others)
         place, padding = data.draw(mostly(len(slots), 0)), data.draw(st.integers(0, min(2, self.max_window)), "padding")
         for values, value in ((slots, -1), (lengths, padding), (windows, True)):
             values.insert(place, value)
-        failed = self.fails(data, self.decoding.begin, slots, lengths, windows if others else None)
+        computed = [self.tokens.get(slot, 7) for slot in slots] if self.says_tokens else None
+        if computed is not None:
+            for row, slot in enumerate(slots):
+                if slot in others:  # the other kernel goes on, or starts a new state
+                    computed[row] = data.draw(mostly(computed[row], 0), "computed")
+            if self.device == "cpu" and data.draw(mostly(False, True), "refused"):
+                self.refused_begin(data, slots, lengths, windows, computed)
+        self.fold_slots(data, others)
+        failed = self.fails(data, self.decoding.begin, slots, lengths, windows if others else None, computed)
+        if computed is not None and not failed:
+            rows = [row for row, slot in enumerate(slots) if slot in others]
+            self.tokens |= {slots[row]: computed[row] + lengths[row] for row in rows}
         return slots, lengths, windows, failed
+
+    def refused_begin(self, data: st.DataObject, slots: list, lengths: list, windows: list, computed: list) -> None:
+        """A slot has the state of other tokens, or rows that another kernel would drop."""
+        rows = [row for row, slot in enumerate(slots) if slot > 0 and lengths[row]]
+        if not rows:
+            return
+        row, wrong = data.draw(st.sampled_from(rows)), list(computed)
+        if windows[row] or not wrong[row] or not self.states.cursors.table[slots[row], ::2].any():
+            wrong[row] = self.tokens[slots[row]] + 1
+        with pytest.raises(ValueError, match=r"^begin: (num_computed_tokens|is_window) must be .* for request \d"):
+            self.decoding.begin(slots, lengths, windows, wrong)
 
     # ------------------------------------------------------------ what must hold
 

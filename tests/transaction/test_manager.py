@@ -309,15 +309,14 @@ def test_stopped_between_two_planes():
 
 
 def compiled_forward(transactions: Transactions, read: bool, backend, dynamic: bool | None):
-    def forward(rows_of, slots_of):
+    def forward(rows_of, slots_of, offset=0):
         outputs = []
         for name, cache in transactions.caches.items():
             slots = slots_of[transactions.group_of[name]]
             if cache.writable:
-                key, value = cache.key_value(rows_of[name])
-                transactions.manager.write(name, key, value, slots)
+                transactions.manager.write(name, *cache.key_value(rows_of[name]), slots, token_offset=offset)
             else:
-                transactions.manager.log(name, slots)
+                transactions.manager.log(name, slots, token_offset=offset)
             if read:  # as the attention of a model would
                 outputs.append(cache.planes[0].view.flatten(0, 1)[slots.clamp(min=0)].clone())
         return outputs
@@ -381,8 +380,7 @@ def test_the_number_of_tokens_stays_a_symbol(dynamic):
             torch._dynamo.mark_dynamic(tensor, 0)
         begin(transactions.manager, batch)
         forward(rows, batch.slots)
-        for name in transactions.caches:
-            transactions.expect(name, rows[name], batch.slots[transactions.group_of[name]], batch.rejected)
+        finish_writes(transactions, batch, rows)
         commit(transactions, batch)
         transactions.assert_as_expected()
     assert counter.frame_count == 1
@@ -393,16 +391,7 @@ def test_compiled_micro_batches(dynamic):
     """An offset is a host value. A graph may have any offset that fits."""
     torch.compiler.reset()
     transactions = Transactions(["packed", "latent"])
-
-    def forward(rows_of, slots_of, offset):
-        for name, cache in transactions.caches.items():
-            slots = slots_of[transactions.group_of[name]]
-            if cache.writable:
-                transactions.manager.write(name, *cache.key_value(rows_of[name]), slots, token_offset=offset)
-            else:
-                transactions.manager.log(name, slots, token_offset=offset)
-
-    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = compiled_forward(transactions, False, "aot_eager", dynamic)
     for seed, cut in enumerate((5, 3)):
         batch = transactions.batch(MIXED, seed=seed)
         rows = {name: transactions.rows(name, batch.num_tokens) for name in transactions.caches}

@@ -333,10 +333,7 @@ def test_launches():
 
 
 def test_adjacent_groups_of_one_geometry_share_a_launch():
-    manager = DraftCommitManager(
-        max_num_tokens=9, max_num_requests=2, max_draft_tokens=8, device="cpu", mode="stage", max_drafts_per_request=4,
-        shadow_blocks={"a": 12, "b": 8, "c": 4},
-    )  # fmt: skip
+    manager = staged_manager({}, {"a": 12, "b": 8, "c": 4})
     _, construct, layout, shape, dtype = KINDS["packed"]
     for index, group in enumerate("abc"):
         for layer, cache in enumerate(construct(layout, shape, dtype, index)):
