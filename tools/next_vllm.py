@@ -261,7 +261,7 @@ def change_of(old: list[ast.stmt], now: list[ast.stmt], expected: str | None = N
     if codes[0] == codes[1]:
         return Change(problem.lstrip("; ")) if problem else None
     lines = [text.splitlines(keepends=True) for text in codes]
-    diff = "".join(difflib.unified_diff(*lines, "base", "new"))
+    diff = "".join(difflib.unified_diff(lines[0], lines[1], "base", "new"))
     if before == after:
         return Change(f"body{problem}", diff)
     removed, added = (
