@@ -16,7 +16,7 @@ from paged_llama import LlamaConfig, rotary_embedding
 from processes import ROOT
 from recurrent_decoding import GatedDeltaNet, HybridConfig, HybridEngine
 from recurrent_states import Kind, Weights, in_double_precision
-from speculative_decoding import BLOCK_SIZE, Engine, make_prompts, prompt_lookup
+from speculative_decoding import BLOCK_SIZE, Engine, make_prompts
 from torch._dynamo.utils import counters
 from transactions import one_thread  # noqa: F401
 
@@ -106,12 +106,6 @@ def dense_greedy(model, prompt: list[int]) -> list[int]:
 def plain() -> list[list[int]]:
     model = make_engine(num_drafts=0).model
     return [dense_greedy(model, prompt) for prompt in PROMPTS]
-
-
-def test_prompt_lookup():
-    assert prompt_lookup([1, 2, 3, 1, 4, 5, 1], 2) == [4, 5]
-    assert prompt_lookup([1, 2, 1], 5) == [2, 1]
-    assert prompt_lookup([1, 2, 3], 4) == []
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
