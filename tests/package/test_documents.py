@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import fnmatch
 import functools
-import importlib
 import json
 import pathlib
 import re
@@ -15,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-import nwor_ops
+import nwor_ops.drafter
+import nwor_ops.vllm
 from nwor_ops.config import ENVIRONMENT_PREFIX, NworConfig
 from nwor_ops.ops import registry
 from nwor_ops.vllm.environment import HOOKS as ENVIRONMENT_HOOKS
@@ -32,8 +32,6 @@ FAMILIES = sorted(path.stem for path in (ROOT / "csrc" / "cpu").glob("*.cpp"))
 FOLDERS = "benchmarks|csrc|docs|examples|meta|nwor_ops|tests|tools|\\.ci|\\.github"
 SUFFIXES = "py|h|cpp|cu|map|md|toml|yml|yaml|in"
 SOURCES = {".py", ".h", ".cpp", ".cu"}
-
-
 HOOKS = ROOT / "docs" / "internals" / "hooks.md"
 PLUGIN = ROOT / "nwor_ops" / "vllm"
 
@@ -56,11 +54,7 @@ def code(document: pathlib.Path) -> str:
 def missing(name: str) -> bool:
     """Return whether a named file does not exist. FAMILY stands for any family; a bare name may be in any folder."""
     wanted = [name.replace("FAMILY", family) for family in FAMILIES] if "FAMILY" in name else [name]
-    return not any(any(ROOT.glob(path)) if "/" in path else found_anywhere(path) for path in wanted)
-
-
-def found_anywhere(name: str) -> bool:
-    return (ROOT / name).exists() or name in names_of_files()
+    return not any(any(ROOT.glob(path)) if "/" in path else path in names_of_files() for path in wanted)
 
 
 def literal(node: ast.expr) -> str:
@@ -75,8 +69,8 @@ def literal(node: ast.expr) -> str:
 
 @functools.cache
 def names_of_files() -> set[str]:
-    folders = FOLDERS.replace("\\", "").split("|")
-    return {path.name for folder in folders for path in (ROOT / folder).rglob("*")}
+    folders = [ROOT / folder for folder in FOLDERS.replace("\\", "").split("|")]
+    return {path.name for path in (*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*")))}
 
 
 def anchors(text: str) -> set[str]:
@@ -207,13 +201,9 @@ def test_public_names_are_on_api_pages() -> None:
     public = {name for name in dir(nwor_ops) if not name.startswith("_") and name not in registry.OPS}
     objects = {name for name in public if getattr(getattr(nwor_ops, name), "__module__", "").startswith("nwor_ops")}
     expected = {f"nwor_ops.{name}" for name in objects}
-    expected |= {f"nwor_ops.{module}.{name}" for module in ("drafter", "vllm") for name in public_of(module)}
+    expected |= {f"{part.__name__}.{name}" for part in (nwor_ops.drafter, nwor_ops.vllm) for name in part.__all__}
     assert len(expected) > 30
     assert {name.replace(".ops.undo.", ".") for name in documented} == expected  # read from its file, not imported
-
-
-def public_of(module: str) -> list[str]:
-    return importlib.import_module(f"nwor_ops.{module}").__all__
 
 
 def test_building_blocks_are_called_by_nothing() -> None:

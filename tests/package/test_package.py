@@ -39,19 +39,6 @@ def torch_symbols(lines: list[str]) -> list[str]:
     return [line for line in lines if re.search(r"\b(at|c10|caffe2|torch)::", line)]
 
 
-def test_cpu_library_is_built() -> None:
-    assert library.FOLDER / "libnwor_cpu.so" in BUILT
-
-
-@pytest.mark.skipif(os.environ.get("NWOR_BUILD_CUDA") == "0", reason="NWOR_BUILD_CUDA=0")
-@pytest.mark.skipif(
-    not any(shutil.which(n) or pathlib.Path(n).exists() for n in ("nvcc", "/usr/local/cuda/bin/nvcc")),
-    reason="no nvcc on this machine",
-)
-def test_cuda_library_is_built_with_nvcc() -> None:
-    assert library.FOLDER / "libnwor_cuda.so" in BUILT
-
-
 @pytest.mark.parametrize("path", BUILT, ids=lambda path: path.name)
 def test_stable_abi_only(path: pathlib.Path) -> None:
     """One build serves all supported versions of torch and Python: C shims, no C++ symbols of torch, no
