@@ -7,6 +7,8 @@ and `memory` lists it. A test runs an op on one twin and the oracle on the other
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,89 +50,60 @@ def surrounded(content: Tensor, edge: int = EDGE) -> Tensor:
 
 # ---------------------------------------------------------------- layouts
 #
-# Plain numbers as in an engine, all in elements.
+# Each returns the planes [B, N, H, D] of a layer, as views of memory that `take` gives in order.
+
+_Take = Callable[..., Tensor]  # of a shape
+_Planes = tuple[Tensor, Tensor]
 
 
-class _Plan(NamedTuple):
-    key_strides: tuple[int, int, int, int]
-    value_strides: tuple[int, int, int, int]
-    value_start: int  # from the start of the key plane of the same layer
-    layer_stride: int
-    total: int  # for all layers
+def _nhd(s: Shape, take: _Take) -> _Planes:
+    """Two planes [B, N, H, D], with foreign elements after each."""
+    key, _ = take(s.blocks, s.block_size, s.heads, s.key_width), take(3)
+    value, _ = take(s.blocks, s.block_size, s.heads, s.value_width), take(2)
+    return key, value
 
 
-def _nhd(s: Shape) -> _Plan:
-    """Two planes [B, N, H, D] per layer."""
-    key, value = s.heads * s.key_width, s.heads * s.value_width
-    slots = s.blocks * s.block_size
-    layer = slots * (key + value) + 5
-    return _Plan(
-        (s.block_size * key, key, s.key_width, 1),
-        (s.block_size * value, value, s.value_width, 1),
-        slots * key + 3, layer, s.layers * layer,
-    )  # fmt: skip
+def _hnd(s: Shape, take: _Take) -> _Planes:
+    """Two planes stored [B, H, N, D]."""
+    key, value = (take(s.blocks, s.heads, s.block_size, width) for width in (s.key_width, s.value_width))
+    return key.transpose(1, 2), value.transpose(1, 2)
 
 
-def _hnd(s: Shape) -> _Plan:
-    """Two planes stored [B, H, N, D] per layer."""
-    key, value = s.block_size * s.key_width, s.block_size * s.value_width
-    layer = s.blocks * s.heads * (key + value)
-    return _Plan(
-        (s.heads * key, s.key_width, key, 1),
-        (s.heads * value, s.value_width, value, 1),
-        s.blocks * s.heads * key, layer, s.layers * layer,
-    )  # fmt: skip
+def _split(rows: Tensor, s: Shape, gap: int = 0) -> _Planes:
+    return rows[..., : s.key_width], rows[..., s.key_width + gap :][..., : s.value_width]
 
 
-def _packed(s: Shape) -> _Plan:
+def _packed(s: Shape, take: _Take) -> _Planes:
     """[B, N, H, K | V]: key and value of a token in one row (vLLM >= 0.26)."""
-    row = s.key_width + s.value_width
-    strides = (s.block_size * s.heads * row, s.heads * row, row, 1)
-    layer = s.blocks * strides[0]
-    return _Plan(strides, strides, s.key_width, layer, s.layers * layer)
+    return _split(take(s.blocks, s.block_size, s.heads, s.key_width + s.value_width), s)
 
 
-def _packed_hnd(s: Shape) -> _Plan:
+def _packed_hnd(s: Shape, take: _Take) -> _Planes:
     """[B, H, N, K | V]."""
-    row = s.key_width + s.value_width
-    strides = (s.heads * s.block_size * row, row, s.block_size * row, 1)
-    layer = s.blocks * strides[0]
-    return _Plan(strides, strides, s.key_width, layer, s.layers * layer)
+    return _split(take(s.blocks, s.heads, s.block_size, s.key_width + s.value_width).transpose(1, 2), s)
 
 
-def _one_backing(s: Shape) -> _Plan:
-    """[B, L, N, H, K | V]: a block holds the pages of all layers (vLLM >= 0.32)."""
-    row = s.key_width + s.value_width
-    page = s.block_size * s.heads * row
-    strides = (s.layers * page, s.heads * row, row, 1)
-    return _Plan(strides, strides, s.key_width, page, s.blocks * s.layers * page)
-
-
-def _padded(s: Shape) -> _Plan:
+def _padded(s: Shape, take: _Take) -> _Planes:
     """[B, N, H, K | V] with unused elements after every row, slot and block."""
     row = s.key_width + s.value_width + 3
     slot = s.heads * row + 1
-    strides = (s.block_size * slot + 7, slot, row, 1)
-    layer = s.blocks * strides[0]
-    return _Plan(strides, strides, s.key_width + 1, layer, s.layers * layer)
+    slots = take(s.blocks, s.block_size * slot + 7)[:, :-7].unflatten(1, (s.block_size, slot))
+    return _split(slots[..., :-1].unflatten(2, (s.heads, row)), s, gap=1)
 
 
-def _vec(s: Shape) -> _Plan:
+def _vec(s: Shape, take: _Take) -> _Planes:
     """The vLLM CPU pages `vec` and `vec16`: [B, H, page] with transposed K, so the width stride of K is not 1."""
-    page = s.block_size * (s.key_width + s.value_width)
-    return _Plan(
-        (s.heads * page, 1, page, s.block_size),
-        (s.heads * page, s.value_width, page, 1),
-        s.block_size * s.key_width, s.blocks * s.heads * page, s.layers * s.blocks * s.heads * page,
-    )  # fmt: skip
+    pages, keys = take(s.blocks, s.heads, s.block_size * (s.key_width + s.value_width)), s.block_size * s.key_width
+    key = pages[..., :keys].unflatten(2, (s.key_width, s.block_size)).permute(0, 3, 1, 2)
+    return key, pages[..., keys:].unflatten(2, (s.block_size, s.value_width)).transpose(1, 2)
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, Callable[[Shape, _Take], _Planes]] = {
     "nhd": _nhd,
     "hnd": _hnd,
     "packed": _packed,
     "packed_hnd": _packed_hnd,
-    "one_backing": _one_backing,
+    "one_backing": _packed,  # [B, L, N, H, K | V]: a block holds the pages of all layers (vLLM >= 0.32)
     "padded": _padded,
     "vec": _vec,
 }
@@ -138,15 +111,21 @@ LAYOUTS = {
 
 def make_pages(layout: str, shape: Shape, dtype: torch.dtype, offset: int = 0, seed: int = 0) -> Pages:
     """Caches of `shape` whose first plane starts `offset` elements after a 64-byte boundary."""
-    plan = LAYOUTS[layout](shape)
-    start = 64 + offset
-    backing = random_bytes(start + plan.total + EDGE, dtype, seed)
-    b, n, h = shape.blocks, shape.block_size, shape.heads
-    starts = [start + layer * plan.layer_stride for layer in range(shape.layers)]
-    return Pages(
-        [backing.as_strided((b, n, h, shape.key_width), plan.key_strides, s) for s in starts],
-        [backing.as_strided((b, n, h, shape.value_width), plan.value_strides, s + plan.value_start) for s in starts],
-    )
+    row, start = shape.key_width + shape.value_width, 64 + offset
+    most = shape.blocks * (shape.block_size * (shape.heads * (row + 3) + 1) + 7)  # elements of a layer
+    backing = random_bytes(start + shape.layers * most + EDGE, dtype, seed)
+
+    def take(*sizes: int) -> Tensor:
+        nonlocal start
+        start += math.prod(sizes)
+        return backing[start - math.prod(sizes) : start].view(sizes)
+
+    if layout == "one_backing":
+        pages = take(shape.blocks, shape.layers, shape.block_size, shape.heads, row)
+        planes = [_split(of_layer, shape) for of_layer in pages.unbind(1)]
+    else:
+        planes = [LAYOUTS[layout](shape, take) for _ in range(shape.layers)]
+    return Pages([key for key, _ in planes], [value for _, value in planes])
 
 
 def amx_offsets(block_size: int, width: int) -> tuple[Tensor, Tensor]:

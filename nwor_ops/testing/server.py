@@ -104,7 +104,10 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Return the samples of ``/metrics`` by name, added over all labels."""
-        return added_samples(self.get("/metrics"))
+        samples: dict[str, float] = {}
+        for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", self.get("/metrics"), re.MULTILINE):
+            samples[name] = samples.get(name, 0.0) + float(value)
+        return samples
 
     def stop(self) -> None:
         """Stop the server as an operator does, and end by force what is left of its processes."""
@@ -119,14 +122,6 @@ class Server:
         """Ask the server to end, without waiting for it."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
-
-
-def added_samples(metrics: str) -> dict[str, float]:
-    """Return the samples in the text of ``/metrics`` by name, added over all labels."""
-    samples: dict[str, float] = {}
-    for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE):
-        samples[name] = samples.get(name, 0.0) + float(value)
-    return samples
 
 
 def error_of(log: str) -> str:
