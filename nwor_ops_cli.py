@@ -61,7 +61,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """No Write On Reject: faster speculative decoding."""
+    """No Write On Reject: faster speculative decoding. docs/reference/commands.md lists the exit codes."""
 
 
 @contextlib.contextmanager
@@ -94,8 +94,6 @@ def demo(
 
     A small hybrid model has one recurrent state per request. A draft model's pass is one graph launch. A vLLM engine
     with a real model leaves no stale row in the cache. The texts are the same.
-
-    Exits with 1 if a check or an engine fails, and with 2 if an option is invalid.
     """
     require("vllm")
     from nwor_ops.cli.demo import DemoOptions, run_demo
@@ -113,9 +111,6 @@ def check(
 
     The settings are those of the engine: VLLM_NWOR_... in the environment, or --additional-config. Example:
     VLLM_NWOR_MODE=cow nwor-ops check -- MODEL --speculative-config '{"method": "ngram", ...}'
-
-    Exits with 0 if no check refuses a feature that is switched on, and with 3 if such a feature will be refused. Exits
-    with 2 if the command line or a setting is invalid, and with 4 if vLLM itself refuses the arguments.
     """
     require("vllm")
     from nwor_ops.cli.check import run_check
@@ -153,10 +148,6 @@ def bench(
 
     Two servers start with the same arguments, and run the same requests round by round. Example:
     nwor-ops bench recurrent+draft_vocabulary --requests 1,16 -- MODEL --speculative-config '{"method": "mtp", ...}'
-
-    Exits with 0 if every load was measured, and with 1 if a server or a request fails. Exits with 2 if the command line
-    is invalid, with 3 if the feature will be refused, and with 4 if vLLM refuses the arguments. Exits with 5 if the two
-    sides accept drafts differently, so that no ratio is given.
     """
     require("vllm")
     from nwor_ops.cli import bench as command
@@ -203,10 +194,6 @@ def verify(
     (VLLM_NWOR_... in the environment) serves random requests, and the audit compares every byte of its cache. Without
     ARGS only the ops are compared. Example:
     VLLM_NWOR_MODE=cow nwor-ops verify --minutes 10 -- MODEL --speculative-config '{"method": "ngram", ...}'
-
-    Exits with 0 if there is no error. Exits with 2 if the command line or a setting is invalid, with 3 if an op is
-    wrong, and with 4 if the engine's audit finds an error. Exits with 5 if the engine does not start, with 6 if it
-    ends by another error, and with 7 if it had no step with drafts.
     """
     require(*(["vllm"] if arguments else []))
     import torch
@@ -227,10 +214,7 @@ def doctor(
 ) -> None:
     """Report what is installed, whether everything that this machine needs works, and how to fix the rest.
 
-    It needs the CPU library, the CUDA library if there is a GPU, and the hooks if vLLM is installed. Exits with 3 if a
-    library is missing or torch cannot use the GPU, and with 4 if an op gives a wrong result. Exits with 5 if vLLM does
-    not load the plugin, if its version or a hook differs, or if a setting is invalid. If several apply, it is the
-    smallest of them.
+    It needs the CPU library, the CUDA library if there is a GPU, and the hooks if vLLM is installed.
     """
     from nwor_ops.cli.doctor import run_doctor
 

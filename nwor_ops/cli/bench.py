@@ -172,7 +172,7 @@ def run_bench(options: BenchOptions, report: Report) -> int:
         raise Stopped(str(error), Outcome.FAILED) from None
     except KeyboardInterrupt:
         raise Stopped("interrupted; the servers are stopped", Outcome.INTERRUPTED) from None
-    written = report.write_json(options.output, "result.json", result)
+    written = report.write_json(options.output / "result.json", result)
     report.json(result)
     print_loads(report, options.feature, loads)
     if not options.restart:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nwor_ops.cli.bench_client import Run
-from nwor_ops.cli.report import BAD, GOOD, NOTE, Report
+from nwor_ops.cli.report import GOOD, NOTE, Report
 
 VANILLA, OURS = "vanilla", "nwor"
 SIDES = (VANILLA, OURS)
@@ -27,16 +27,6 @@ class Finding(str, enum.Enum):
     NOISE = "no difference can be told from noise"
     TOO_FEW_ROUNDS = "too few rounds"
     NOT_COMPARABLE = "not comparable"
-
-
-# Their styles on a terminal.
-STYLES = {
-    Finding.FASTER: GOOD,
-    Finding.SLOWER: BAD,
-    Finding.NOISE: "bold",
-    Finding.TOO_FEW_ROUNDS: NOTE,
-    Finding.NOT_COMPARABLE: BAD,
-}
 
 
 @dataclass(frozen=True)
@@ -200,6 +190,6 @@ def print_loads(report: Report, feature: str, loads: Sequence[Load]) -> None:
     report.table(rows, left=2)
     report.line("")
     for load in loads:
-        report.line(sentence(load), style=STYLES[load.finding])
+        report.line(sentence(load), style=GOOD if load.finding is Finding.FASTER else "bold")
     if any(load.finding is Finding.NOT_COMPARABLE for load in loads):
         report.line("longer runs (--seconds) or other prompts may make the acceptance equal", "note", NOTE)

@@ -72,7 +72,7 @@ def run_demo(options: DemoOptions, report: Report) -> int:
     except EngineFailed as error:
         raise Stopped(str(error), 1) from None
     result = summarize(options, engines, library) | {"seconds": round(time.monotonic() - started, 1)}
-    report.write_json(options.output, "result.json", result)
+    report.write_json(options.output / "result.json", result)
     report.json(result)
     print_result(report, options, result)
     return 0 if result["ok"] else 1

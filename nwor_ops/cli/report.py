@@ -82,18 +82,14 @@ class Report:
         """Print a sentence on stderr that is no error, such as what an interrupted command waits for."""
         self._err.print(f"nwor-ops {self.command}: {sentence}", markup=False)
 
-    def write(self, folder: pathlib.Path, name: str, write: Callable[[pathlib.Path], object]) -> bool:
-        """Write a file of the result. An error, such as a full disk, is printed, because the result is printed too."""
+    def write_json(self, file: pathlib.Path, value: Mapping[str, Any]) -> bool:
+        """Write the result. An error, such as a full disk, is printed, because the result is printed too."""
         try:
-            write(folder / name)
+            file.write_text(json.dumps(value, indent=2) + "\n")
         except OSError as error:
-            self.error(f"--output: {folder / name} could not be written: {error.strerror}")
+            self.error(f"--output: {file} could not be written: {error.strerror}")
             return False
         return True
-
-    def write_json(self, folder: pathlib.Path, name: str, value: Mapping[str, Any]) -> bool:
-        """Write a file of JSON as :meth:`write` does."""
-        return self.write(folder, name, lambda path: path.write_text(json.dumps(value, indent=2) + "\n"))
 
     @contextlib.contextmanager
     def task(self, title: str, parts: int | None = None) -> Iterator[Callable[[], None]]:
@@ -146,19 +142,6 @@ def make_folder(folder: pathlib.Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise Stopped(f"--output: no file can be created in {folder}: {error.strerror}") from None
-
-
-def read_lines(option: str, file: pathlib.Path) -> list[str]:
-    """Return the lines of a file. Only a newline ends a line: texts have other separators, such as U+2028.
-
-    Raises:
-        Stopped: the file cannot be read.
-    """
-    try:
-        text = file.read_text(errors="replace")
-    except OSError as error:
-        raise Stopped(f"{option}: {file} cannot be read: {error.strerror}") from None
-    return text.removesuffix("\n").split("\n") if text else []
 
 
 def versions() -> dict[str, str]:

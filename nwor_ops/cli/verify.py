@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import nwor_ops
-from nwor_ops.cli.report import BAD, GOOD, Report, Stopped, make_folder, read_lines, versions
+from nwor_ops.cli.report import BAD, GOOD, Report, Stopped, make_folder, versions
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.testing.engine_process import CLOSING_SECONDS, EngineFailed, EngineProcess
 from nwor_ops.testing.random_windows import run_round
@@ -114,9 +114,12 @@ def check_options(options: VerifyOptions) -> None:
 
 
 def prompts_of(options: VerifyOptions) -> list[str]:
-    """Return the lines of the user's file that are not empty."""
-    lines = [] if options.prompts is None else read_lines("--prompts", options.prompts)
-    return [line.strip() for line in lines if line.strip()]
+    """Return the lines of the user's file that are not empty. Texts have other separators too, such as U+2028."""
+    try:
+        text = "" if options.prompts is None else options.prompts.read_text(errors="replace")
+    except OSError as error:
+        raise Stopped(f"--prompts: {options.prompts} cannot be read: {error.strerror}") from None
+    return [line.strip() for line in text.split("\n") if line.strip()]
 
 
 def run_verify(options: VerifyOptions, report: Report) -> int:
@@ -146,7 +149,7 @@ def run_verify(options: VerifyOptions, report: Report) -> int:
             for job in options.output.glob("engine*.job.json"):  # they have the prompts
                 job.unlink()
     found = _as_dict(options, result)
-    written = report.write_json(options.output, "report.json", found)
+    written = report.write_json(options.output / "report.json", found)
     report.json(found | {"vllm_error": result.vllm_error})
     _print(options, result, report)
     if written:
