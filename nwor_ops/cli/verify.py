@@ -56,16 +56,7 @@ SENTENCES = {
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Options of ``nwor-ops verify``.
-
-    Attributes:
-        output: folder for the report and the engine's log.
-        minutes: time of the comparisons, without the start of the engine.
-        seed: seed of the windows and the requests.
-        device: device of the ops.
-        prompts: file with a prompt per line for the engine. None: random prompts.
-        arguments: the arguments of ``vllm serve``. Without them no engine runs.
-    """
+    """The options of the command; see ``nwor-ops verify --help``. Without arguments no engine runs."""
 
     output: pathlib.Path
     minutes: float = 5.0

@@ -18,7 +18,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import Any, NoReturn, TextIO
 
 from nwor_ops.config import is_ours
 from nwor_ops.testing.server import error_of
@@ -84,13 +84,15 @@ class EngineProcess:
         job_file = folder / f"{name}.job.json"
         job_file.write_text(json.dumps(job, indent=1) + "\n")
         with self.log.open("w") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, *program, str(job_file)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment,
             )
+        self.stdin: Any = self.process.stdin
+        self.stdout: Any = self.process.stdout
         self._unread = b""
 
     def wait_until_ready(self) -> dict[str, Any]:
@@ -103,35 +105,16 @@ class EngineProcess:
 
     def ask(self, command: str) -> dict[str, Any]:
         """Send a command, and return its answer. Errors are those of :meth:`wait_until_ready`."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(command.encode() + b"\n")
-            self._process.stdin.flush()
+            self.stdin.write(command.encode() + b"\n")
+            self.stdin.flush()
         except BrokenPipeError:
             self._fail_at_end()
         return self._answer()
 
-    def close(self, deadline: float | None = None) -> None:
-        """Close the engine's stdin and wait until it ends. It has nothing to save, and is killed at the deadline.
-
-        Args:
-            deadline: a time of ``time.monotonic()``. None: in ``CLOSING_SECONDS``.
-        """
-        self.begin_to_close()
-        deadline = time.monotonic() + CLOSING_SECONDS if deadline is None else deadline
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-    def begin_to_close(self) -> None:
-        """Close the engine's stdin, which tells it to end. Do not wait."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it ended, and did not read the last command
-                self._process.stdin.close()
+    def close(self) -> None:
+        """Close it as :func:`close_all` does."""
+        close_all([self])
 
     def _answer(self) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self._read_line())
@@ -143,15 +126,14 @@ class EngineProcess:
         return answer
 
     def _read_line(self) -> bytes:
-        assert self._process.stdout is not None
         deadline = time.monotonic() + self._patience
         with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
+            selector.register(self.stdout, selectors.EVENT_READ)
             while b"\n" not in self._unread:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    self._process.kill()
+                    self.process.kill()
                     self._fail(f"did not answer within {self._patience:.0f} s")
-                if not (read := os.read(self._process.stdout.fileno(), 1 << 16)):
+                if not (read := os.read(self.stdout.fileno(), 1 << 16)):
                     self._fail_at_end()
                 self._unread += read
         line, self._unread = self._unread.split(b"\n", 1)
@@ -161,37 +143,32 @@ class EngineProcess:
         """Wait until the engine ends, which has closed its pipe, and report why."""
         self.close()
         error = error_of(self.log.read_text(errors="replace"))
-        self._fail(f"ended with exit code {self._process.returncode}: {error}")
+        self._fail(f"ended with exit code {self.process.returncode}: {error}")
 
     def _fail(self, reason: str) -> NoReturn:
         raise EngineFailed(f"the engine {self.name!r} {reason} (log: {self.log})")
 
 
 def close_all(engines: Iterable[EngineProcess]) -> None:
-    """Close engines at the same time, with one deadline for all."""
-    engines = list(engines)
-    deadline = time.monotonic() + CLOSING_SECONDS
+    """Tell all engines to end, and kill those that still run after ``CLOSING_SECONDS``. They have nothing to save."""
+    engines, deadline = list(engines), time.monotonic() + CLOSING_SECONDS
     for engine in engines:
-        engine.begin_to_close()
+        with contextlib.suppress(BrokenPipeError):  # it ended, and did not read the last command
+            engine.stdin.close()
     for engine in engines:
-        engine.close(deadline)
+        try:
+            engine.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            engine.process.kill()
+            engine.process.wait()
+        engine.stdout.close()
 
 
 # ---------------------------------------------------------------- the program
 
 
-class Engine(Protocol):
-    """The interface that :func:`serve` calls."""
-
-    def versions(self) -> dict[str, Any]: ...
-
-    def answer(self, line: str) -> dict[str, Any]:
-        """Run the command in a line of stdin, and return its answer."""
-        ...
-
-
-def serve(start: Callable[[dict[str, Any]], Engine]) -> None:
-    """Start an engine with the job file of the command line, and answer each line of stdin.
+def serve(start: Callable[[dict[str, Any]], Any]) -> None:
+    """Start an engine with the job file of the command line, and answer each line of stdin by ``engine.answer(line)``.
 
     The first answer is ``{"versions": engine.versions()}``. An error is the last one, after its innermost cause:
     ``{"error": sentence}``.

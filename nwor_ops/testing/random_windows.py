@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import Counter
 
 from nwor_ops.testing.against_oracle import compare_with_oracle
-from nwor_ops.testing.samples import FAMILIES, Dice
+from nwor_ops.testing.samples import FAMILIES
+from nwor_ops.testing.samples.dice import Dice
 
 
 def run_round(seed: int, device: str) -> Counter[str]:

@@ -83,8 +83,8 @@ def test_engines_are_killed_at_one_deadline(tmp_path, monkeypatch):
     close_all(engines)
     assert 2.9 < time.monotonic() - started < 9.0  # with a deadline for each engine, 12
     for engine in engines:
-        assert engine._process.returncode == -signal.SIGKILL
-        assert engine._process.stdout.closed
+        assert engine.process.returncode == -signal.SIGKILL
+        assert engine.process.stdout.closed
 
 
 def test_vanilla_environment_has_nothing_of_ours(monkeypatch):

@@ -31,19 +31,6 @@ from nwor_ops.testing import oracle
 from nwor_ops.testing.layouts import twin
 from nwor_ops.testing.samples.dice import Call, Calls, Dice
 
-__all__ = [
-    "FAMILIES",
-    "Call",
-    "Calls",
-    "Dice",
-    "argument_names",
-    "calls",
-    "named",
-    "ops_of",
-    "recorded",
-    "with_arguments",
-]
-
 FAMILIES: dict[str, Callable[[Dice], Calls[None]]] = {
     family: importlib.import_module(f"{__name__}.{family}").window
     for family in sorted({op.family for op in registry.OPS.values()})
