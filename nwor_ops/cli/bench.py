@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from nwor_ops.cli.bench_client import Client, Run
 from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, as_dict, print_loads
-from nwor_ops.cli.check import stopping_if_refused
+from nwor_ops.cli.check import reasons_of, stopping_if_refused
 from nwor_ops.cli.report import Report, Stopped, check_model, make_folder, silence_vllm, versions
 from nwor_ops.config import SUGGESTED_ROWS, SWITCH, is_ours
 from nwor_ops.testing.server import STOP_SECONDS, Server, ServerFailed
@@ -216,9 +216,7 @@ def prepare(options: BenchOptions) -> Any:
         os.environ.update(environment)
     for prediction in predictions:
         if prediction.feature in {feature.name for feature in options.features} and not prediction.runs:
-            reasons = "; ".join(
-                f"{reason.why} ({reason.change})" if reason.change else reason.why for reason in prediction.reasons
-            )
+            reasons = "; ".join(reasons_of(prediction))
             raise Stopped(f"{prediction.feature} will be refused: {reasons}", Outcome.REFUSED)
     return config
 

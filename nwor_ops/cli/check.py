@@ -7,13 +7,12 @@ import enum
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from nwor_ops.cli.report import BAD, GOOD, Report, Stopped, check_model, silence_vllm
 
 if TYPE_CHECKING:
-    from nwor_ops.vllm.check import Preview
+    from nwor_ops.vllm.check import Prediction, Preview
 
 
 class Outcome(enum.IntEnum):
@@ -66,9 +65,18 @@ def outcome_of(preview: Preview) -> Outcome:
 
 def as_dict(preview: Preview) -> dict[str, Any]:
     """Return the result as JSON values."""
-    features = [asdict(prediction) | {"runs": prediction.runs} for prediction in preview.predictions]
+    features = [
+        {"feature": one.feature, "switched_on": one.switched_on, "runs": one.runs,
+         "reasons": [{"why": why, "change": change} for why, change in one.reasons]}
+        for one in preview.predictions
+    ]  # fmt: skip
     return {"exit_code": outcome_of(preview).value, "engine": preview.engine, "features": features,
             "switches": preview.switches}  # fmt: skip
+
+
+def reasons_of(prediction: Prediction) -> list[str]:
+    """Return why a feature will be refused, as sentences."""
+    return [f"{why} ({change})" if change else why for why, change in prediction.reasons]
 
 
 def print_preview(preview: Preview, report: Report) -> None:
@@ -85,8 +93,8 @@ def print_preview(preview: Preview, report: Report) -> None:
         state = "switched on, " if on else "off, "
         verb = ("will" if on else "would") + (" run" if runs else " be refused")
         report.line(state + verb, prediction.feature, style)
-        for reason in prediction.reasons:
-            report.line(f"  {reason.why}" + (f" ({reason.change})" if reason.change else ""))
+        for reason in reasons_of(prediction):
+            report.line(f"  {reason}")
     line = f"{', '.join(preview.switches)}; nwor-ops bench measures the gain" if preview.switches else _no_gain(engine)
     report.line(line, "may be faster with", "bold")
     names = ", ".join(prediction.feature for prediction in preview.refused)

@@ -35,26 +35,18 @@ class InvalidEngine(Exception):
 
 
 @dataclass(frozen=True)
-class Reason:
-    """Why a feature will be refused, and the argument that changes it (empty: no argument does)."""
-
-    why: str
-    change: str = ""
-
-
-@dataclass(frozen=True)
 class Prediction:
     """The prediction for one feature.
 
     Attributes:
         feature: one of ``FEATURES``.
         switched_on: whether the settings ask for it.
-        reasons: the reasons why it will be refused. Empty if no check refuses it.
+        reasons: why it will be refused, each with the argument that changes it. Empty if no check refuses it.
     """
 
     feature: str
     switched_on: bool
-    reasons: tuple[Reason, ...] = ()
+    reasons: tuple[tuple[str, str], ...] = ()
 
     @property
     def runs(self) -> bool:
@@ -164,20 +156,20 @@ def look(vllm_config: Any) -> Preview:
     predictions = []
     for feature in FEATURES:
         if speculation is None and feature != RECURRENT:
-            reasons: tuple[Reason, ...] = (Reason(NO_SPECULATION, "--speculative-config"),)
+            reasons: tuple[tuple[str, str], ...] = ((NO_SPECULATION, "--speculative-config"),)
         else:
             reasons = _reasons(_checks_of(feature, vllm_config))
         predictions.append(Prediction(feature, switched_on[feature], reasons))
     return Preview(engine, tuple(predictions))
 
 
-def _reasons(checks: Iterable[Check]) -> tuple[Reason, ...]:
+def _reasons(checks: Iterable[Check]) -> tuple[tuple[str, str], ...]:
     """Return the reasons of the first check that fails."""
     try:
         for check in checks:
             check()
     except Unsupported as error:
-        return tuple(Reason(why, change) for why, change in error.parts)
+        return error.parts
     return ()
 
 

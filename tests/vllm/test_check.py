@@ -20,7 +20,7 @@ from engines import NGRAM, Engines, model_folder, prompts
 from nwor_ops.cli.check import Outcome, as_dict, outcome_of, print_preview
 from nwor_ops.cli.report import Report
 from nwor_ops.cli.verify_engine import SMALL_ENGINE, hides_states_of_vanilla
-from nwor_ops.vllm.check import FEATURES, Prediction, Preview, Reason, configure, look
+from nwor_ops.vllm.check import FEATURES, Prediction, Preview, configure, look
 from nwor_ops.vllm.support.refusals import REFUSALS
 
 # The arguments of vllm serve for the engines of these tests.
@@ -169,7 +169,7 @@ def printed(capsys: pytest.CaptureFixture[str], *predictions: Prediction, **chan
 
 
 def test_switches_that_help_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = tuple(Prediction(feature, False, (Reason("x"),)) for feature in FEATURES[2:])
+    refused = tuple(Prediction(feature, False, (("x", ""),)) for feature in FEATURES[2:])
     runs = tuple(Prediction(feature, False) for feature in FEATURES)
     layers = "LlamaForCausalLM has no recurrent layers"
     for predictions, changes, line in (
@@ -185,8 +185,8 @@ def test_switches_that_help_are_named(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_last_line_says_whether_engine_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = Prediction("stage", True, (Reason("the cache is too small", "--max-num-seqs"),))
-    off = Prediction("draft graphs", False, (Reason("the method has its own graphs"),))
+    refused = Prediction("stage", True, (("the cache is too small", "--max-num-seqs"),))
+    off = Prediction("draft graphs", False, (("the method has its own graphs", ""),))
     runs = Prediction("recurrent", True)
     text = printed(capsys, refused, off, runs)
     assert text.endswith("The engine will not start: stage will be refused.\n")
