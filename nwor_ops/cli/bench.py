@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
+import functools
 import math
 import os
 import pathlib
@@ -17,14 +17,14 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nwor_ops.cli.bench_client import Client, Run
 from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, as_dict, print_loads
 from nwor_ops.cli.check import reasons_of, stopping_if_refused
-from nwor_ops.cli.report import Report, Stopped, check_model, make_folder, silence_vllm, versions
+from nwor_ops.cli.report import Report, Stopped, check_model, make_folder, plugin_problem, silence_vllm, versions
 from nwor_ops.config import SUGGESTED_ROWS, SWITCH, is_ours
 from nwor_ops.testing.server import STOP_SECONDS, Server, ServerFailed
 
@@ -43,28 +43,24 @@ _ALL_OFF = {
 
 
 class Feature(NamedTuple):
-    """A feature to measure: its name in ``nwor-ops check``, its switch, and its label of ``nwor_info`` if it runs.
+    """A feature to measure: its name in ``nwor-ops check``, and its switch.
 
     ``same_drafts`` tells whether both sides propose the same drafts, so that unequal acceptance is an accident.
     """
 
     name: str
     switch: dict[str, str]
-    label: tuple[str, str]
     same_drafts: bool = True
 
 
 FEATURES = {
-    "cow": Feature("cow", {"VLLM_NWOR_MODE": "cow"}, ("transaction", "cow")),
-    "stage": Feature("stage", {"VLLM_NWOR_MODE": "stage"}, ("transaction", "stage")),
-    "draft_graphs": Feature("draft graphs", {"VLLM_NWOR_DRAFT_GRAPHS": "1"}, ("draft_graphs", "on")),
-    "recurrent": Feature("recurrent", {"VLLM_NWOR_RECURRENT": "exact"}, ("recurrent", "exact")),
-    "chunk": Feature("recurrent", {"VLLM_NWOR_RECURRENT": "chunk"}, ("recurrent", "chunk")),
+    "cow": Feature("cow", {"VLLM_NWOR_MODE": "cow"}),
+    "stage": Feature("stage", {"VLLM_NWOR_MODE": "stage"}),
+    "draft_graphs": Feature("draft graphs", {"VLLM_NWOR_DRAFT_GRAPHS": "1"}),
+    "recurrent": Feature("recurrent", {"VLLM_NWOR_RECURRENT": "exact"}),
+    "chunk": Feature("recurrent", {"VLLM_NWOR_RECURRENT": "chunk"}),
     "draft_vocabulary": Feature(
-        "draft vocabulary",
-        {"VLLM_NWOR_DRAFT_VOCABULARY": f"{SUGGESTED_ROWS}"},
-        ("draft_vocabulary", "on"),
-        same_drafts=False,
+        "draft vocabulary", {"VLLM_NWOR_DRAFT_VOCABULARY": f"{SUGGESTED_ROWS}"}, same_drafts=False
     ),
 }
 
@@ -200,6 +196,8 @@ def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
 
 def prepare(options: BenchOptions) -> Any:
     """Return vLLM's configuration, after the checks of ``nwor-ops check``. They need no server. Raises Stopped."""
+    if problem := plugin_problem():  # else both servers would be vanilla
+        raise Stopped(f"{options.feature} will be refused: {problem}", Outcome.REFUSED)
     environment = dict(os.environ)
     silence_vllm()
     from nwor_ops.vllm import check
@@ -232,72 +230,35 @@ def memory_arguments(options: BenchOptions, config: Any) -> list[str]:
 # ---------------------------------------------------------------- servers
 
 
-class Servers:
-    """Starts the servers of both sides and checks that each is what it should be.
+@contextlib.contextmanager
+def running(options: BenchOptions, memory: Sequence[str], report: Report, *sides: str) -> Iterator[dict[str, Server]]:
+    """Start the servers of these sides one after the other, and stop them at the end, whatever happens.
 
-    Args:
-        options: the options of the command.
-        memory: further arguments of both servers.
-        report: says what an interrupted command waits for.
+    One after the other, because vLLM measures the memory that its start takes from the device.
     """
-
-    def __init__(self, options: BenchOptions, memory: Sequence[str], report: Report) -> None:
-        self._options, self._memory, self._report = options, memory, report
-
-    @contextlib.contextmanager
-    def running(self, *sides: str) -> Iterator[dict[str, Server]]:
-        """Start the servers of these sides one after the other, and stop them at the end, whatever happens.
-
-        One after the other, because vLLM measures the memory that its start takes from the device.
-        """
-        started: dict[str, Server] = {}
-        try:
-            for side in sides:
-                log = self._options.output / f"{side}.log"
-                started[side] = Server(self.arguments_of(side), self._options.environment(side), log)
-                self._wait(side, started[side])
-            yield started
-        except KeyboardInterrupt:
-            names = " and ".join(started)
-            self._report.notice(f"interrupted; waiting for the servers to end ({names}), {STOP_SECONDS} s each at most")
-            raise
-        finally:
-            with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
-                for server in started.values():
-                    server.terminate()
-                for server in started.values():
-                    server.stop()
-
-    def arguments_of(self, side: str) -> list[str]:
-        return [*self._options.arguments_of(side), *self._memory]
-
-    def _wait(self, side: str, server: Server) -> None:
-        title = VANILLA if side == VANILLA else self._options.feature
-        try:
-            server.wait_until_ready(START_SECONDS)
-            labels = active_features(server)
-        except (ServerFailed, OSError) as error:
-            short = self._memory and "memory" in str(error).lower()
-            more = "; with --restart each side has the whole memory" if short else ""
-            raise ServerFailed(f"{title}: {error}{more}") from None
-        if side == VANILLA and labels:
-            raise ServerFailed(f"{title}: nwor_ops is active there: {labels} (log: {server.log_file})")
-        for feature in self._options.features if side == OURS else ():
-            if feature.label not in labels.items():
-                raise ServerFailed(
-                    f"{feature.name}: not active in the started engine; its log has the reason: {server.log_file}"
-                )
-
-
-def active_features(server: Server) -> dict[str, str]:
-    """Return the labels of ``nwor_info``, which arrive with the first request. Without the plugin there are none."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    model = json.loads(server.get("/v1/models"))["data"][0]["id"]
-    server.get("/v1/completions", {"model": model, "prompt": [1], "max_tokens": 1})
-    metrics = server.get("/metrics")
-    samples = [s for family in text_string_to_metric_families(metrics) for s in family.samples if s.name == "nwor_info"]
-    return dict(samples[0].labels) if samples else {}
+    servers: dict[str, Server] = {}
+    try:
+        for side in sides:
+            log = options.output / f"{side}.log"
+            servers[side] = Server([*options.arguments_of(side), *memory], options.environment(side), log)
+            try:
+                servers[side].wait_until_ready(START_SECONDS)
+            except ServerFailed as error:
+                title = VANILLA if side == VANILLA else options.feature
+                short = memory and "memory" in str(error).lower()
+                more = "; with --restart each side has the whole memory" if short else ""
+                raise ServerFailed(f"{title}: {error}{more}") from None
+        yield servers
+    except KeyboardInterrupt:
+        names = " and ".join(servers)
+        report.notice(f"interrupted; waiting for the servers to end ({names}), {STOP_SECONDS} s each at most")
+        raise
+    finally:
+        with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
+            for server in servers.values():
+                server.terminate()
+            for server in servers.values():
+                server.stop()
 
 
 # ---------------------------------------------------------------- measurements
@@ -308,19 +269,19 @@ def _measure(options: BenchOptions, report: Report) -> tuple[dict[str, Any], lis
     with report.task(f"checking whether {options.feature} runs with these arguments"):
         config = prepare(options)
         client = Client(options.client_arguments, config.model_config, options.output / "client.log")
-    servers = Servers(options, memory_arguments(options, config), report)
+    memory = memory_arguments(options, config)
     same_drafts = all(feature.same_drafts for feature in options.features)
-    measured = measure_rounds(options, report, servers, client)
+    measured = measure_rounds(options, report, functools.partial(running, options, memory, report), client)
     loads = [Load(requests, runs, same_drafts) for requests, runs in measured.items()]
-    return _describe(options, config, servers, loads) | {"seconds": round(time.monotonic() - started, 1)}, loads
+    return _describe(options, config, memory, loads) | {"seconds": round(time.monotonic() - started, 1)}, loads
 
 
 def measure_rounds(
-    options: BenchOptions, report: Report, servers: Servers, client: Client
+    options: BenchOptions, report: Report, start: Callable[..., Any], client: Client
 ) -> dict[int, dict[str, list[Run]]]:
     """Return the runs of all rounds by load and side. The order of the sides turns from round to round.
 
-    Both servers run all the time, or one server starts for each round and side.
+    Both servers run all the time, or one server starts for each round and side. ``start`` is :func:`running`.
     """
     runs: dict[int, dict[str, list[Run]]] = {requests: {side: [] for side in SIDES} for requests in options.requests}
     prompts: dict[int, int] = {}  # of a run, by load; the same for all runs
@@ -338,18 +299,18 @@ def measure_rounds(
         both: dict[str, Server] = {}
         if not options.restart:
             with report.task(f"starting two servers, vanilla and {options.feature}"):
-                both = stack.enter_context(servers.running(*SIDES))
+                both = stack.enter_context(start(*SIDES))
         minutes = math.ceil(total * options.seconds / 60)
         with report.task(f"measuring {options.rounds} rounds, about {minutes} min", total) as advance:
             for server in both.values():
                 warm_up(server)
             for number in range(options.rounds):
                 for side in SIDES if number % 2 == 0 else SIDES[::-1]:
-                    with contextlib.nullcontext(both) if both else servers.running(side) as started:
+                    with contextlib.nullcontext(both) if both else start(side) as servers:
                         if not both:
-                            warm_up(started[side])
+                            warm_up(servers[side])
                         for requests in options.requests:
-                            runs[requests][side].append(client.run(started[side], requests, prompts[requests], number))
+                            runs[requests][side].append(client.run(servers[side], requests, prompts[requests], number))
                             advance()
     return runs
 
@@ -357,7 +318,7 @@ def measure_rounds(
 # ---------------------------------------------------------------- result
 
 
-def _describe(options: BenchOptions, config: Any, servers: Servers, loads: Sequence[Load]) -> dict[str, Any]:
+def _describe(options: BenchOptions, config: Any, memory: Sequence[str], loads: Sequence[Load]) -> dict[str, Any]:
     comparable = all(load.finding is not Finding.NOT_COMPARABLE for load in loads)
     return {
         "exit_code": (Outcome.MEASURED if comparable else Outcome.NOT_COMPARABLE).value,
@@ -368,7 +329,8 @@ def _describe(options: BenchOptions, config: Any, servers: Servers, loads: Seque
         "device": _device(config),
         "memory": "whole, started in turn" if options.restart else "shared, both started once",
         "sides": {
-            side: {"arguments": servers.arguments_of(side), "environment": options.settings(side)} for side in SIDES
+            side: {"arguments": [*options.arguments_of(side), *memory], "environment": options.settings(side)}
+            for side in SIDES
         },
         "loads": [as_dict(load) for load in loads],
     }

@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes.util
 import enum
 import importlib.util
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points
 
 import torch
 
 import nwor_ops
-from nwor_ops.cli.report import BAD, GOOD, Report, silence_vllm, versions
+from nwor_ops.cli.report import BAD, GOOD, Report, plugin_problem, silence_vllm, versions
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.gpu import find_gpu
 from nwor_ops.library import STABLE_ABI_TARGET
@@ -22,7 +20,6 @@ from nwor_ops.ops.registry import OPS as REGISTERED
 from nwor_ops.testing.random_windows import run_window
 from nwor_ops.testing.samples import FAMILIES
 
-PLUGIN = "nwor_ops"  # the name of the entry point
 ROUNDS, MOST_ROUNDS = 4, 40  # of random windows: until each op of the family was called
 MOST_PROBLEMS = 5  # that are printed without --verbose
 VERSIONS, LIBRARIES, CUDA, OPS, VLLM = "versions", "libraries", "CUDA", "families of ops", "vLLM plugin"
@@ -147,7 +144,7 @@ def _vllm() -> Iterator[Finding]:
         from nwor_ops.vllm import check_hooks
 
         yield _settings()
-        problem = _loading_problem()
+        problem = plugin_problem()
         yield Finding(VLLM, "loading", problem is None, problem or "vLLM loads the plugin by its entry point")
         for row in check_hooks():
             yield Finding(VLLM, row["hook"], row["ok"] or (False if row["needed"] else None), row["detail"])
@@ -181,16 +178,3 @@ def _settings() -> Finding:
             problems.append(f"{variable}: {problem}")
     ok = not (problems and config.strict)
     return Finding(VLLM, "settings", ok, "; ".join(problems) or "every variable is valid")
-
-
-def _loading_problem() -> str | None:
-    """Return why vLLM does not load the plugin here, or None if it does."""
-    if not any(point.name == PLUGIN for point in entry_points(group="vllm.general_plugins")):
-        return (
-            "vLLM finds plugins by their entry points, and none is installed for nwor_ops; install the package: "
-            "pip install --no-build-isolation --no-deps -e ."
-        )
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and PLUGIN not in allowed.split(","):
-        return f"VLLM_PLUGINS={allowed} leaves nwor_ops out; add it, or unset the variable"
-    return None

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 import nwor_ops
 
+PLUGIN = "nwor_ops"  # the name of the entry point
 GOOD, BAD, NOTE = "bold green", "bold red", "yellow"
 
 
@@ -123,6 +124,19 @@ def silence_vllm() -> None:
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     if "vllm" not in sys.modules:
         logging.getLogger("vllm").setLevel(level.upper())
+
+
+def plugin_problem() -> str | None:
+    """Return why vLLM does not load the plugin here, or None if it does."""
+    if not any(point.name == PLUGIN for point in metadata.entry_points(group="vllm.general_plugins")):
+        return (
+            "vLLM finds plugins by their entry points, and none is installed for nwor_ops; install the package: "
+            "pip install --no-build-isolation --no-deps -e ."
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return f"VLLM_PLUGINS={allowed} leaves nwor_ops out; add it, or unset the variable"
+    return None
 
 
 # ---------------------------------------------------------------- options and files

@@ -258,13 +258,33 @@ def test_interrupt_says_what_it_waits_for(
 ) -> None:
     program = (sys.executable, "-c", "import time; time.sleep(600)")
     monkeypatch.setattr(bench, "Server", functools.partial(Server, program=program))
-    monkeypatch.setattr(bench.Servers, "_wait", lambda *_: None)
-    servers = bench.Servers(BenchOptions("cow", ("MODEL",), tmp_path), (), Report("bench"))
-    with pytest.raises(KeyboardInterrupt), servers.running(*SIDES) as started:
+    monkeypatch.setattr(Server, "wait_until_ready", lambda *_: None)
+    servers = bench.running(BenchOptions("cow", ("MODEL",), tmp_path), (), Report("bench"), *SIDES)
+    with pytest.raises(KeyboardInterrupt), servers as started:
         raise KeyboardInterrupt
     assert [server.alive() for server in started.values()] == [False, False]
     sentence = "nwor-ops bench: interrupted; waiting for the servers to end (vanilla and nwor), 30 s each at most\n"
     assert capsys.readouterr().err == sentence
+
+
+@pytest.mark.parametrize(("memory", "hint"), [((), False), (("--gpu-memory-utilization", "0.4"), True)])
+def test_failed_start_names_its_side(
+    memory: tuple[str, ...], hint: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers share the memory, and with --restart each has all of it."""
+    program = (sys.executable, "-c", "raise RuntimeError('out of memory')")
+    monkeypatch.setattr(bench, "Server", functools.partial(Server, program=program))
+    servers = bench.running(BenchOptions("stage", ("MODEL",), tmp_path), memory, Report("bench"), OURS)
+    with pytest.raises(ServerFailed, match=r"^stage: the server ended: RuntimeError: out of memory") as caught, servers:
+        pass
+    assert str(caught.value).endswith("; with --restart each side has the whole memory") is hint
+
+
+def test_plugin_that_is_left_out_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    with pytest.raises(Stopped, match=r"^cow will be refused: VLLM_PLUGINS=another leaves nwor_ops out") as caught:
+        bench.prepare(BenchOptions("cow", ("MODEL",), tmp_path))
+    assert caught.value.code == bench.Outcome.REFUSED
 
 
 def test_second_interrupt_leaves_no_server() -> None:
@@ -327,7 +347,7 @@ class Machine:
 def test_sides_run_the_same_in_turn(restart: bool, tmp_path: pathlib.Path) -> None:
     options = BenchOptions("chunk", ("MODEL",), tmp_path, requests=(1, 4), rounds=2, seconds=5.1, restart=restart)
     machine: Any = Machine()
-    runs = bench.measure_rounds(options, Report("bench"), machine, machine)
+    runs = bench.measure_rounds(options, Report("bench"), machine.running, machine)
     measured = [one for one in machine.runs if one[3] not in bench.WARM_UP_SEEDS]
     # A request takes half a second, so 5.1 seconds are enough for 10, one after the other.
     first, second = [(requests, 10 * requests, 0) for requests in (1, 4)], [(1, 10, 1), (4, 40, 1)]
