@@ -208,14 +208,14 @@ def prepare(options: BenchOptions) -> Any:
     try:
         with stopping_if_refused(options.arguments[0]):
             config = check.configure(options.arguments)
-            predictions = check.look(config).predictions
+            predictions = check.look(config)["features"]
     finally:
         os.environ.clear()
         os.environ.update(environment)
     for prediction in predictions:
-        if prediction.feature in {feature.name for feature in options.features} and not prediction.runs:
-            reasons = "; ".join(reasons_of(prediction))
-            raise Stopped(f"{prediction.feature} will be refused: {reasons}", Outcome.REFUSED)
+        name = prediction["feature"]
+        if name in {feature.name for feature in options.features} and not prediction["runs"]:
+            raise Stopped(f"{name} will be refused: {'; '.join(reasons_of(prediction))}", Outcome.REFUSED)
     return config
 
 

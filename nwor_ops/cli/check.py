@@ -7,12 +7,9 @@ import enum
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nwor_ops.cli.report import BAD, GOOD, Report, Stopped, check_model, silence_vllm
-
-if TYPE_CHECKING:
-    from nwor_ops.vllm.check import Prediction, Preview
 
 
 class Outcome(enum.IntEnum):
@@ -51,58 +48,50 @@ def run_check(arguments: Sequence[str], report: Report) -> int:
     check_model("MODEL", arguments[0])
     silence_vllm()
     with report.task("checking the engine's arguments"), stopping_if_refused(arguments[0]):
-        from nwor_ops.vllm.check import configure, look
+        from nwor_ops.vllm.check import configure, look, switches_of
 
         preview = look(configure(arguments))
-    report.json(as_dict(preview))
-    print_preview(preview, report)
+    result = {"exit_code": outcome_of(preview).value, **preview, "switches": switches_of(preview)}
+    report.json(result)
+    print_preview(result, report)
     return outcome_of(preview).value
 
 
-def outcome_of(preview: Preview) -> Outcome:
-    return Outcome.REFUSED if preview.refused else Outcome.RUNS
+def outcome_of(preview: Mapping[str, Any]) -> Outcome:
+    refused = any(feature["switched_on"] and not feature["runs"] for feature in preview["features"])
+    return Outcome.REFUSED if refused else Outcome.RUNS
 
 
-def as_dict(preview: Preview) -> dict[str, Any]:
-    """Return the result as JSON values."""
-    features = [
-        {"feature": one.feature, "switched_on": one.switched_on, "runs": one.runs,
-         "reasons": [{"why": why, "change": change} for why, change in one.reasons]}
-        for one in preview.predictions
-    ]  # fmt: skip
-    return {"exit_code": outcome_of(preview).value, "engine": preview.engine, "features": features,
-            "switches": preview.switches}  # fmt: skip
-
-
-def reasons_of(prediction: Prediction) -> list[str]:
+def reasons_of(feature: Mapping[str, Any]) -> list[str]:
     """Return why a feature will be refused, as sentences."""
-    return [f"{why} ({change})" if change else why for why, change in prediction.reasons]
+    return [one["why"] + (f" ({one['change']})" if one["change"] else "") for one in feature["reasons"]]
 
 
-def print_preview(preview: Preview, report: Report) -> None:
+def print_preview(preview: Mapping[str, Any], report: Report) -> None:
     """Print each feature with the reasons, and the conclusion."""
-    engine = preview.engine
+    engine, switches, features = preview["engine"], preview["switches"], preview["features"]
     drafts = f"{engine['method']}, {engine['num_speculative_tokens']} drafts" if engine["method"] else "none"
     report.line(
         f"{engine['model']} ({engine['architecture']}), speculation: {drafts}; "
         f"vLLM {engine['vllm']} on {engine['device']}, runner {engine['runner']}"
     )
-    for prediction in preview.predictions:
-        on, runs = prediction.switched_on, prediction.runs
+    for feature in features:
+        on, runs = feature["switched_on"], feature["runs"]
         style = ("bold" if runs else BAD) if on else ""
         state = "switched on, " if on else "off, "
         verb = ("will" if on else "would") + (" run" if runs else " be refused")
-        report.line(state + verb, prediction.feature, style)
-        for reason in reasons_of(prediction):
+        report.line(state + verb, feature["feature"], style)
+        for reason in reasons_of(feature):
             report.line(f"  {reason}")
-    line = f"{', '.join(preview.switches)}; nwor-ops bench measures the gain" if preview.switches else _no_gain(engine)
+    line = f"{', '.join(switches)}; nwor-ops bench measures the gain" if switches else _no_gain(engine)
     report.line(line, "may be faster with", "bold")
-    names = ", ".join(prediction.feature for prediction in preview.refused)
-    asked = ", ".join(prediction.feature for prediction in preview.predictions if prediction.switched_on)
-    if not asked:
+    names = ", ".join(feature["feature"] for feature in features if feature["switched_on"] and not feature["runs"])
+    switched_on = ", ".join(feature["feature"] for feature in features if feature["switched_on"])
+    if not switched_on:
         report.line("Nothing is switched on.")
     elif not names:
-        report.line(f"No check refuses {asked}. Layers, back ends and the cache are checked at the start.", style=GOOD)
+        line = f"No check refuses {switched_on}. Layers, back ends and the cache are checked at the start."
+        report.line(line, style=GOOD)
     elif engine["on_unsupported"] == "vanilla":
         report.line(f"The engine will start without {names}.", style=BAD)
     else:

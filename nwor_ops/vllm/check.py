@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nwor_ops.config import SUGGESTED_ROWS, NworConfig
@@ -32,45 +31,6 @@ SWITCHES = {
 
 class InvalidEngine(Exception):
     """vLLM itself refuses the arguments. The message is vLLM's."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The prediction for one feature.
-
-    Attributes:
-        feature: one of ``FEATURES``.
-        switched_on: whether the settings ask for it.
-        reasons: why it will be refused, each with the argument that changes it. Empty if no check refuses it.
-    """
-
-    feature: str
-    switched_on: bool
-    reasons: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def runs(self) -> bool:
-        return not self.reasons
-
-
-@dataclass(frozen=True)
-class Preview:
-    """A summary of the engine, and a prediction for each feature."""
-
-    engine: dict[str, Any]
-    predictions: tuple[Prediction, ...]
-
-    @property
-    def refused(self) -> tuple[Prediction, ...]:
-        """The features that are switched on and will be refused."""
-        return tuple(prediction for prediction in self.predictions if prediction.switched_on and not prediction.runs)
-
-    @property
-    def switches(self) -> tuple[str, ...]:
-        """The switches that may make this engine faster: of features that would run and have something to do."""
-        runs = {prediction.feature for prediction in self.predictions if prediction.runs}
-        small = {DRAFT_VOCABULARY} if self.engine["vocabulary"] <= SUGGESTED_ROWS else set()
-        return tuple(switch for feature, switch in SWITCHES.items() if feature in runs - small)
 
 
 # ---------------------------------------------------------------- the configuration
@@ -132,8 +92,13 @@ def _first_sentence(error: Exception) -> str:
 # ---------------------------------------------------------------- the checks of start-up
 
 
-def look(vllm_config: Any) -> Preview:
-    """Check an engine that has not started, from its configuration."""
+def look(vllm_config: Any) -> dict[str, Any]:
+    """Check an engine that has not started, from its configuration.
+
+    Returns:
+        JSON values: ``engine``, a summary of it, and ``features``. Each has its name, whether it is ``switched_on``,
+        whether it ``runs``, and the ``reasons`` of a refusal: ``why``, and the argument to ``change`` (empty: none).
+    """
     import vllm
 
     settings = settings_of(vllm_config)
@@ -153,17 +118,30 @@ def look(vllm_config: Any) -> Preview:
     switched_on = {COW: settings.mode == COW, STAGE: settings.mode == STAGE,
                    DRAFT_GRAPHS: settings.draft_graphs, RECURRENT: bool(settings.recurrent),
                    DRAFT_VOCABULARY: settings.draft_vocabulary > 0}  # fmt: skip
-    predictions = []
+    features = []
     for feature in FEATURES:
         if speculation is None and feature != RECURRENT:
-            reasons: tuple[tuple[str, str], ...] = ((NO_SPECULATION, "--speculative-config"),)
+            parts: tuple[tuple[str, str], ...] = ((NO_SPECULATION, "--speculative-config"),)
         else:
-            reasons = _reasons(_checks_of(feature, vllm_config))
-        predictions.append(Prediction(feature, switched_on[feature], reasons))
-    return Preview(engine, tuple(predictions))
+            parts = _refusals(_checks_of(feature, vllm_config))
+        reasons = [{"why": why, "change": change} for why, change in parts]
+        features.append(prediction(feature, switched_on[feature], reasons))
+    return {"engine": engine, "features": features}
 
 
-def _reasons(checks: Iterable[Check]) -> tuple[tuple[str, str], ...]:
+def prediction(feature: str, switched_on: bool, reasons: Sequence[dict[str, str]] = ()) -> dict[str, Any]:
+    """Return what :func:`look` says about a feature."""
+    return {"feature": feature, "switched_on": switched_on, "runs": not reasons, "reasons": list(reasons)}
+
+
+def switches_of(preview: dict[str, Any]) -> list[str]:
+    """Return the switches that may make this engine faster: of features that would run and have something to do."""
+    runs = {feature["feature"] for feature in preview["features"] if feature["runs"]}
+    small = {DRAFT_VOCABULARY} if preview["engine"]["vocabulary"] <= SUGGESTED_ROWS else set()
+    return [switch for feature, switch in SWITCHES.items() if feature in runs - small]
+
+
+def _refusals(checks: Iterable[Check]) -> tuple[tuple[str, str], ...]:
     """Return the reasons of the first check that fails."""
     try:
         for check in checks:

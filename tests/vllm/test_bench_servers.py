@@ -40,9 +40,9 @@ def prepared(arguments: list[str], feature: str, **changes: Any) -> tuple[str, s
 
 def reasons(arguments: list[str]) -> dict[str, str]:
     return {
-        prediction.feature: prediction.reasons[0][0]
-        for prediction in look(configure(arguments)).predictions
-        if prediction.reasons
+        feature["feature"]: feature["reasons"][0]["why"]
+        for feature in look(configure(arguments))["features"]
+        if feature["reasons"]
     }
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from engines import NGRAM, Engines, model_folder, prompts
 
-from nwor_ops.cli.check import Outcome, as_dict, outcome_of, print_preview
+from nwor_ops.cli.check import Outcome, outcome_of, print_preview
 from nwor_ops.cli.report import Report
 from nwor_ops.cli.verify_engine import SMALL_ENGINE, hides_states_of_vanilla
-from nwor_ops.vllm.check import FEATURES, Prediction, Preview, configure, look
+from nwor_ops.vllm.check import FEATURES, configure, look, prediction, switches_of
 from nwor_ops.vllm.support.refusals import REFUSALS
 
 # The arguments of vllm serve for the engines of these tests.
@@ -39,11 +39,11 @@ CONNECTOR = {
 
 def looked(arguments: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
     os.environ.update(environment)
-    return json.loads(json.dumps(as_dict(look(configure(arguments)))))
+    return json.loads(json.dumps(look(configure(arguments))))
 
 
 def predictions(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {prediction["feature"]: prediction for prediction in found["features"]}
+    return {feature["feature"]: feature for feature in found["features"]}
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_refusal_equals_start_up_and_names_argument(
 ) -> None:
     arguments = [model_folder(), *ARGUMENTS, *SPECULATION, "--kv-transfer-config", json.dumps(CONNECTOR)]
     found = engines.submit(looked, arguments, {f"VLLM_NWOR_{setting.upper()}": str(value)}).result()
-    assert found["exit_code"] == Outcome.REFUSED
-    assert [name for name, prediction in predictions(found).items() if prediction["switched_on"]] == [feature]
+    assert outcome_of(found) == Outcome.REFUSED
+    assert [name for name, one in predictions(found).items() if one["switched_on"]] == [feature]
     reasons = predictions(found)[feature]["reasons"]
     assert change is None or [reason["change"] for reason in reasons] == [change]
     why = "; ".join(one["why"] + (f" (change: {one['change']})" if one["change"] else "") for one in reasons)
@@ -69,8 +69,8 @@ def test_refusal_equals_start_up_and_names_argument(
 
 def test_only_recurrent_works_without_speculation(engines: Engines) -> None:
     found = engines.submit(looked, [model_folder(), *ARGUMENTS], {"VLLM_NWOR_MODE": "stage"}).result()
-    assert found["exit_code"] == Outcome.REFUSED
-    reasons = {prediction["feature"]: prediction["reasons"] for prediction in found["features"]}
+    assert outcome_of(found) == Outcome.REFUSED
+    reasons = {name: one["reasons"] for name, one in predictions(found).items()}
     recurrent = [reason["why"] for reason in reasons.pop("recurrent")]
     assert recurrent
     assert not any("speculate" in why for why in recurrent)
@@ -160,17 +160,18 @@ def test_missing_model_is_named_as_json(engines: Engines) -> None:
     assert "Traceback" not in errors
 
 
-def printed(capsys: pytest.CaptureFixture[str], *predictions: Prediction, **changes: Any) -> str:
+def printed(capsys: pytest.CaptureFixture[str], *features: dict[str, Any], **changes: Any) -> str:
     engine = {"vllm": "0.33.0", "device": "cuda", "runner": "V2", "model": "m", "architecture": "LlamaForCausalLM",
               "hybrid": False, "vocabulary": 248320, "method": "ngram", "num_speculative_tokens": 4,
               "on_unsupported": "error"} | changes  # fmt: skip
-    print_preview(Preview(engine, predictions), Report("check"))
+    preview = {"engine": engine, "features": features}
+    print_preview(preview | {"switches": switches_of(preview)}, Report("check"))
     return capsys.readouterr().out
 
 
 def test_switches_that_help_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = tuple(Prediction(feature, False, (("x", ""),)) for feature in FEATURES[2:])
-    runs = tuple(Prediction(feature, False) for feature in FEATURES)
+    refused = tuple(prediction(feature, False, [{"why": "x", "change": ""}]) for feature in FEATURES[2:])
+    runs = tuple(prediction(feature, False) for feature in FEATURES)
     layers = "LlamaForCausalLM has no recurrent layers"
     for predictions, changes, line in (
         (refused, {}, f"nothing; ngram has no draft model, and {layers}"),
@@ -185,9 +186,9 @@ def test_switches_that_help_are_named(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_last_line_says_whether_engine_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = Prediction("stage", True, (("the cache is too small", "--max-num-seqs"),))
-    off = Prediction("draft graphs", False, (("the method has its own graphs", ""),))
-    runs = Prediction("recurrent", True)
+    refused = prediction("stage", True, [{"why": "the cache is too small", "change": "--max-num-seqs"}])
+    off = prediction("draft graphs", False, [{"why": "the method has its own graphs", "change": ""}])
+    runs = prediction("recurrent", True)
     text = printed(capsys, refused, off, runs)
     assert text.endswith("The engine will not start: stage will be refused.\n")
     assert "the cache is too small (--max-num-seqs)" in text
@@ -197,8 +198,8 @@ def test_last_line_says_whether_engine_starts(capsys: pytest.CaptureFixture[str]
         "No check refuses recurrent. Layers, back ends and the cache are checked at the start.\n"
     )
     assert "Nothing is switched on" in printed(capsys, off)
-    assert outcome_of(Preview({}, (off, runs))) is Outcome.RUNS
-    assert outcome_of(Preview({}, (off, refused))) is Outcome.REFUSED
+    assert outcome_of({"features": (off, runs)}) is Outcome.RUNS
+    assert outcome_of({"features": (off, refused)}) is Outcome.REFUSED
 
 
 def test_refusals_name_arguments_of_vllm() -> None:
