@@ -175,14 +175,7 @@ def verify(
     ] = None,
     minutes: Annotated[float, typer.Option(min=0, max=MOST, help="Time, without the start of the engine.")] = 5.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the windows and requests.")] = 0,
-    device: Annotated[
-        Literal["cpu", "cuda"] | None,
-        typer.Option(help="Device of the ops. Default: cuda if torch finds a GPU, otherwise cpu."),
-    ] = None,
-    prompts: Annotated[
-        pathlib.Path | None,
-        typer.Option(help="File with a prompt per line. Default: random."),
-    ] = None,
+    prompts: Annotated[pathlib.Path | None, typer.Option(help="File with a prompt per line. Default: random.")] = None,
     output: Annotated[pathlib.Path, typer.Option(help="Folder for the report and the engine's log.")] = pathlib.Path(
         "verify-output"
     ),
@@ -196,13 +189,10 @@ def verify(
     VLLM_NWOR_MODE=cow nwor-ops verify --minutes 10 -- MODEL --speculative-config '{"method": "ngram", ...}'
     """
     require(*(["vllm"] if arguments else []))
-    import torch
-
     from nwor_ops.cli.verify import VerifyOptions, check_options, run_verify
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with _reporting("verify", json) as report:
-        options = VerifyOptions(output, minutes, seed, device, prompts, tuple(arguments or ()))
+        options = VerifyOptions(output, minutes, seed, prompts, tuple(arguments or ()))
         check_options(options)
         raise typer.Exit(run_verify(options, report))
 

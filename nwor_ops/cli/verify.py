@@ -61,22 +61,20 @@ class VerifyOptions:
     output: pathlib.Path
     minutes: float = 5.0
     seed: int = 0
-    device: str = "cpu"
     prompts: pathlib.Path | None = None
     arguments: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """The device of the ops."""
+        return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass
 class Result:
-    """What was compared, and the first error.
+    """What was compared, and the first error, in words of nwor_ops. Words of vLLM may hold secrets.
 
-    Attributes:
-        outcome: the exit code.
-        error: the first error that was found, in words of nwor_ops.
-        command: a command that repeats the first wrong window of an op.
-        vllm_error: the error that ended the engine, in words of vLLM. It may hold secrets.
-        ops: rounds and calls of each op, with their device.
-        engine: what was served and audited.
+    ``command`` repeats the first wrong window of an op.
     """
 
     outcome: Outcome = Outcome.FINE
@@ -89,8 +87,6 @@ class Result:
 
 def check_options(options: VerifyOptions) -> None:
     """Check the options and settings. Raises Stopped."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise Stopped("--device cuda: torch finds no GPU on this machine; `nwor-ops doctor` says why")
     if options.prompts is not None and not prompts_of(options):
         raise Stopped(f"--prompts: {options.prompts} has no prompt")
     if options.arguments:
@@ -162,7 +158,7 @@ def _compare_ops(options: VerifyOptions, seconds: float, result: Result) -> None
         except Exception as error:  # of an op, whatever it is
             message = str(error).strip() if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
             result.outcome, result.error = Outcome.OP, f"seed {seed}: {message}"
-            result.command = f"nwor-ops verify --minutes 0 --device {options.device} --seed {seed}"
+            result.command = f"nwor-ops verify --minutes 0 --seed {seed}"
         rounds += 1
     taken = round(time.monotonic() - started, 1)
     result.ops = {"device": options.device, "rounds": rounds, "seconds": taken, "calls": dict(sorted(calls.items()))}

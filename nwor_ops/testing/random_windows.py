@@ -19,14 +19,7 @@ from nwor_ops.testing.samples.dice import Dice
 
 
 def run_round(seed: int, device: str) -> Counter[str]:
-    """Compare a random window of each family with the oracles.
-
-    Args:
-        seed: the same seed gives the same windows, on any device.
-        device: ``"cpu"`` or ``"cuda"``.
-
-    Returns:
-        The number of calls of each op.
+    """Compare a random window of each family with the oracles, and return the number of calls of each op.
 
     Raises:
         Mismatch: an op and its oracle differ.

@@ -30,7 +30,7 @@ def verify(folder: Path, *options: str, arguments: list[str], **variables: str) 
     planted_server.install(folder / "plugins", "planted_plugin")
     engine = {**environment(folder / "plugins"), **ENVIRONMENT, "VLLM_NWOR_MODE": "cow"}
     output = str(folder / "out")
-    command = ["-m", "nwor_ops", "verify", "--json", "--device", "cpu", "--output", output, *options, "--", *arguments]
+    command = ["-m", "nwor_ops", "verify", "--json", "--output", output, *options, "--", *arguments]
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, env=engine | variables, timeout=600, check=False
     )
