@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_drafters import DRAFTS
-
 from nwor_ops.testing.tiny_llama import successor
+
+DRAFTS = 3
 
 
 class Successors:

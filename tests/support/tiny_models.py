@@ -7,9 +7,14 @@ themselves and accept nearly every draft.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+import os
 import pathlib
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor_ops.testing import tiny_llama
 from nwor_ops.testing.tiny_llama import (
     BLOCK_SCALE,
     LOGIT_SCALE,
@@ -150,6 +156,28 @@ def write_served_llama(folder: pathlib.Path, layers: int = DEMO.layers) -> str:
     return str(folder)
 
 
+@functools.cache
+def _version() -> str:
+    """Return a version of the weights, which changes with the code that writes them."""
+    sources = (__file__, str(tiny_llama.__file__))
+    return hashlib.sha256(b"".join(pathlib.Path(source).read_bytes() for source in sources)).hexdigest()[:12]
+
+
+def tiny_folder(name: str) -> str:
+    """Return the folder of a model, for all processes. The first process that needs it writes it."""
+    folder = pathlib.Path(tempfile.gettempdir(), f"nwor-tests-{os.getuid()}", f"tiny-{name}-{_version()}")
+    if not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        unfinished = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
+        MODELS[name]().save(unfinished)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another process wrote it first
+            shutil.rmtree(unfinished)
+            assert folder.exists()
+    return str(folder)
+
+
 def llama(seed: int = SEED, size: Size = DEMO) -> Model:
     return Model(size.config(), dict(_weights(seed, size)))
 
@@ -215,6 +243,43 @@ def eagle3() -> Model:
         "lm_head.weight": rule,
     }
     return Model(config, weights)
+
+
+def _medusa(drafts: int = 3) -> Model:
+    """One head per draft: the output layer of the tiny Llama, shifted by that number of tokens."""
+    target = llama().weights
+    embedding, head = target["model.embed_tokens.weight"].float(), target["lm_head.weight"].float()
+    # The linear map from the embedding of each token to that of its successor.
+    following = (torch.linalg.pinv(embedding) @ embedding[[successor(token) for token in range(VOCABULARY)]]).T
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": DEMO.hidden,
+        "vocab_size": VOCABULARY,
+        "num_heads": drafts,
+        "num_hidden_layers": 1,
+        "torch_dtype": "bfloat16",
+    }
+    weights = {}
+    for number in range(drafts):
+        head = head @ following
+        weights[f"blocks.{number}.layers.0.weight"] = torch.zeros(DEMO.hidden, DEMO.hidden, dtype=torch.bfloat16)
+        weights[f"lm_heads.{number}.weight"] = head.bfloat16()
+    return Model(config, weights)
+
+
+def _mimo() -> Model:
+    """The tiny Llama with MiMo's biases, followed by the layer that predicts one more token (MTP)."""
+    generator, hidden, layer = torch.Generator().manual_seed(25), DEMO.hidden, "model.mtp_layers.0"
+    weights = llama().weights | dict(decoder_layer(generator, layer, DEMO))
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"{layer}.{norm}.weight"] = _ones(hidden)
+    weights[f"{layer}.input_proj.weight"] = _embedding_and_noise(generator, hidden).roll(hidden, 1)
+    for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        bias = torch.randn(len(weights[name]), generator=generator) / 8
+        weights[name.replace("weight", "bias")] = bias.bfloat16()
+    mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    return Model(DEMO.config() | mimo, weights)
 
 
 def _parallel_drafter(architecture: str, **more: Any) -> Model:
@@ -1059,6 +1124,8 @@ MODELS: dict[str, Callable[[], Model]] = {
     "olmo_repeated": lambda: _olmo(OLMO | {"key_heads": 1}, allow_neg_eigval=False),
     "mamba": _mamba,
     "eagle3": eagle3,
+    "medusa": _medusa,
+    "mimo": _mimo,
     "dflash": lambda: _parallel_drafter(
         "DFlashDraftModel", dflash_config={"mask_token_id": MASK, "target_layer_ids": [0, 1, 2]}
     ),

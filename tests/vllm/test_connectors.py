@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_checks import COW, STAGE, check_transaction
 from engines import ENGINE, ENVIRONMENT, Engines
-from tiny_drafters import tiny_folder
+from tiny_models import tiny_folder
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from nwor_ops import LayerCache, Layout, Window

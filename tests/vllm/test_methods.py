@@ -10,9 +10,10 @@ import re
 from typing import Any
 
 import pytest
+from custom_drafters import DRAFTS
 from engine_checks import COW, STAGE, check_transaction, check_vllm_counts
 from engines import Engines
-from tiny_drafters import DRAFTS, SIZE, tiny_folder
+from tiny_models import DEMO, tiny_folder
 
 from nwor_ops.testing.tiny_llama import VOCABULARY
 
@@ -37,7 +38,7 @@ def check(engines: Engines, nwor: dict[str, Any], layers: int = 0, accepts: bool
     check_transaction(ours, accepts)
     check_vllm_counts(ours)
     target = set(ours["session"]["layers"])
-    assert len(target) == SIZE.layers
+    assert len(target) == DEMO.layers
     assert len(ours["layers"]) == len(target) + layers
     assert {name for name, layer in ours["layers"].items() if layer["wrapped"]} == target
 
