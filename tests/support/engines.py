@@ -178,22 +178,7 @@ def _layers(llm: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def _wrapped_methods(llm: Any) -> list[str]:
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    from nwor_ops.vllm import hooks
-
-    methods = [
-        name for name in ("_prepare_inputs", "_sample", "execute_model", "sample_tokens") if name in vars(runner)
-    ]
-    if any((patch.owner, patch.name) == (GPUModelRunner, "initialize_kv_cache") for patch in hooks.applied()):
-        methods.append("class initialize_kv_cache")
-    return methods
-
-
 def _job(
-    environment: dict[str, str],
     arguments: dict[str, Any],
     requests: list[list[int]],
     max_tokens: int,
@@ -201,7 +186,7 @@ def _job(
     abort: dict[int, list[str]],
     own_writer: bool,
 ) -> dict[str, Any]:
-    os.environ.update(ENVIRONMENT | environment)
+    os.environ.update(ENVIRONMENT)
     own_writes = _write_in_forward() if own_writer else [0]
     import engine_child
     from vllm import LLM
@@ -217,7 +202,6 @@ def _job(
         "tokens": run_requests(llm, requests, max_tokens, temperature, abort),
         "metrics": {name.removeprefix("vllm:"): value for name, value in metrics_of(llm).items()},
         "layers": _layers(llm),
-        "wrapped": _wrapped_methods(llm),
         "own_writes": own_writes[0],
         "session": None,
     }
@@ -247,7 +231,6 @@ class Engines:
         self,
         requests: list[list[int]],
         nwor: dict[str, Any] | None = None,
-        environment: dict[str, str] | None = None,
         max_tokens: int = 40,
         temperature: float = 0.0,
         abort: dict[int, list[str]] | None = None,
@@ -257,15 +240,14 @@ class Engines:
         """Run the requests on a fresh engine; `arguments` are vLLM's. Without the plugin, an earlier result may be
         returned."""
         settings = ENGINE | {"model": arguments.get("model") or model_folder()} | arguments
-        job = (environment or {}, settings, requests, max_tokens, temperature, abort or {}, own_writer)
+        job = (settings, requests, max_tokens, temperature, abort or {}, own_writer)
         if nwor is not None:
             settings["additional_config"] = {"nwor": nwor}
-        elif not environment:
-            key = json.dumps(job, sort_keys=True)
-            if key not in self._vanilla:
-                self._vanilla[key] = self.submit(_job, *job)
-            return self._vanilla[key]
-        return self.submit(_job, *job)
+            return self.submit(_job, *job)
+        key = json.dumps(job, sort_keys=True)
+        if key not in self._vanilla:
+            self._vanilla[key] = self.submit(_job, *job)
+        return self._vanilla[key]
 
     def submit(self, job: Callable[..., dict[str, Any]], *arguments: Any) -> Future[dict[str, Any]]:
         """Run a function in a separate process, forked from one that has imported vLLM, and return its future."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import ENGINE, ENVIRONMENT, SMALL, Engines, _wrapped_methods, model_folder, prompts, sampling
+from engines import ENGINE, ENVIRONMENT, SMALL, Engines, model_folder, prompts, sampling
 
 from nwor_ops.cli.bench import FEATURES, BenchOptions
 from nwor_ops.cli.bench_report import OURS
@@ -19,6 +19,20 @@ from nwor_ops.vllm import feature_report, plugin
 ON = ["_prepare_inputs", "_sample", "execute_model", "sample_tokens", "class initialize_kv_cache"]
 OFF = ON[-1:]
 STATES = {"transaction": "off", "draft_graphs": "off", "recurrent": "off", "draft_vocabulary": "off"}
+
+
+def patched_methods(llm: Any) -> list[str]:
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from nwor_ops.vllm import hooks
+
+    methods = [
+        name for name in ("_prepare_inputs", "_sample", "execute_model", "sample_tokens") if name in vars(runner)
+    ]
+    if any((patch.owner, patch.name) == (GPUModelRunner, "initialize_kv_cache") for patch in hooks.applied()):
+        methods.append("class initialize_kv_cache")
+    return methods
 
 
 def _report_job(variables: dict[str, str], arguments: dict[str, Any], workers_without: bool) -> dict[str, Any]:
@@ -42,7 +56,7 @@ def _report_job(variables: dict[str, str], arguments: dict[str, Any], workers_wi
     result = {
         "states": [{name: sample.labels[name] for name in STATES} for sample in samples if sample.name == "nwor_info"],
         "memory": {sample.labels["part"]: sample.value for sample in samples if sample.name == "nwor_memory_bytes"},
-        "patched": [] if workers_without else _wrapped_methods(llm),
+        "patched": [] if workers_without else patched_methods(llm),
         "warnings": [line for line in lines if line.startswith("nwor: no feature")],
     }
     llm.llm_engine.engine_core.shutdown()
