@@ -375,12 +375,14 @@ class DraftCommitManager(Stateful[Layer]):
         :meth:`commit`.
 
         Args:
-            num_rejected: int32 ``[>= Q]``: number of rejected drafts of each request.
+            num_rejected: int32 ``[>= Q]``: number of rejected drafts of each request. The CPU refuses one above the
+                number of its drafts.
         """
         if self._state is not _OPEN or self._unfinished:
             self._window_to_commit("commit_rejected")
         if validation.reads_values(self.device):
             self._check_writes("commit_rejected")
+            self._check_rejected(num_rejected)
         self._unfinished = "commit_rejected"
         try:
             commit_bound(num_rejected, self._handles.commit)
@@ -495,6 +497,19 @@ class DraftCommitManager(Stateful[Layer]):
             raise ValueError(
                 f"commit: draft_token_ids must hold the {planned} drafts of the window, then -1, got "
                 f"{int((draft_token_ids >= 0).sum())}; cu_num_draft_tokens is cumulative, see Window.from_counts"
+            )
+
+    def _check_rejected(self, num_rejected: Tensor) -> None:
+        """Raise if more drafts of a request are rejected than were planned. The rows of the others would stay."""
+        assert self._window is not None
+        drafts = self.buffers.draft_start_loc.diff()[: self._num_requests(self._window)]
+        if not isinstance(num_rejected, Tensor) or num_rejected.dim() != 1 or len(num_rejected) < len(drafts):
+            return  # the op refuses it
+        for request in (num_rejected[: len(drafts)] > drafts).nonzero()[:1, 0].tolist():
+            raise ValueError(
+                f"commit_rejected: num_rejected must be at most {int(drafts[request])} for request {request}, its "
+                f"drafts in the window, got {int(num_rejected[request])}; cu_num_draft_tokens is cumulative, see "
+                "Window.from_counts"
             )
 
     def _check_writes(self, method: str) -> None:
