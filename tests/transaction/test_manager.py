@@ -215,7 +215,7 @@ def test_counts_in_place_of_cumulative_counts():
     sentence = r"commit: draft_token_ids must hold the 2 drafts of the window, then -1, got 4; .*Window.from_counts"
     with pytest.raises(ValueError, match=sentence):
         manager.commit(drafts, sampled)
-    with pytest.raises(ValueError, match="commit_rejected: num_rejected must be at most 0 for request 1, .*, got 1; "):
+    with pytest.raises(ValueError, match=r"commit_rejected: num_rejected must be at most 0 for request 1, .*, got 1; "):
         manager.commit_rejected(int32(1, 1))
     manager.cancel()
     for counts, known in (([2, 2], 4), (int32(2, 2), None)):
