@@ -387,6 +387,7 @@ BETWEEN = [
     ("copy", (int32(1), int32(2, 3)), ValueError, "copy: target_slots must be as many as source_slots, 1, got 2"),
     ("copy", (int32(1, 2), int32(3, 3)), ValueError, "target_slots"),
     ("copy", (int32(1, 2), int32(2, 3)), ValueError, "target_slots"),
+    ("copy", ([1], int32(3)), TypeError, "copy: source_slots must be a tensor"),
     ("copy", (int32(1), [3]), TypeError, "copy: target_slots must be a tensor"),
     ("reset", (int32(1, 4),), IndexError, "reset: slots must be less than 4, got 4"),
     ("reset", (None,), TypeError, "reset: slots must be a tensor, got None"),

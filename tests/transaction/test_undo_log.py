@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nwor_ops import DraftCommitManager, LayerCache, Layout, Plane, Window
+from nwor_ops import DraftCommitManager, LayerCache, Layout, Plane, Window, ops
 from nwor_ops.transaction.undo_log import _new_log
 
 
@@ -58,6 +58,21 @@ def test_cancel_after_a_write_refused_a_slot():
         manager.write("b", torch.ones(2, 1, 4), torch.ones(2, 1, 4), slots["small"])
     manager.cancel()
     assert rows[3].tolist() == [0.0] * 8
+
+
+def test_cancel_after_log_of_one_plane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log of the other plane holds nothing, so no row of the layer is put back."""
+    manager = DraftCommitManager(max_num_tokens=8, max_num_requests=2, max_draft_tokens=4, device="cpu")
+    planes = torch.arange(64.0).view(2, 4, 2, 1, 4)
+    manager.register_layer("a", LayerCache.split(*planes))
+    manager.allocate()
+    slots = begin_draft(manager, default=[2, 3])
+    log, calls, before = ops.log_slots, iter([True, False]), planes.clone()
+    monkeypatch.setattr(ops, "log_slots", lambda *arguments: log(*arguments) if next(calls) else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        manager.log("a", slots["default"])
+    manager.cancel()
+    assert torch.equal(planes, before)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_undescribed_step_runs_without_window(caplog: pytest.LogCaptureFixture) 
     assert record.exc_info is not None
 
 
-def test_too_many_drafts_make_vanilla_step() -> None:
+def test_too_many_drafts_make_vanilla_step(caplog: pytest.LogCaptureFixture) -> None:
     """The step is counted, and is no error. Its drafts stay, and steps that fit are transactions."""
     step = Listened("stop")
     step.session.close_interrupted()
@@ -210,6 +210,11 @@ def test_too_many_drafts_make_vanilla_step() -> None:
     step.write(2 * KEYS)
     step.session.commit(lambda _: fails(), lambda: [1])
     assert step.session.vanilla_steps == {"cancelled": 1, "more drafts than log rows": 1}
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "nwor: cancelled: a step ended without sampling; its drafts were undone",
+        "nwor: more drafts than log rows: 3 drafts, 2 rows; this step runs without the transaction",
+    ]
+    assert step.session.counts(*step.session.counters.tolist())["vanilla_steps:more drafts than log rows"] == 1
     assert step.session.stats().windows == windows
     assert step.drafts.all()
     step.session.begin(Step, step.window, lambda: ([0, 3], [2]))
