@@ -142,12 +142,13 @@ test-vllm: build $(VENV)/.model
 # Reliability. CONTRIBUTING.md says what each target shows.
 .PHONY: test-random test-asan mutants
 
-# Random calls of managers and recurrent states: about 1,000,000 in all, other ones each day.
+# Random calls of managers, recurrent states and draft vocabularies: about 1,400,000 in all, other ones each day.
 TRANSITIONS ?= 340000
 SEED ?= $(shell date +%Y%m%d)000
 test-random: export NWOR_BUILD_CUDA := 0
 test-random: setup
-	$(PYTEST) --device cpu -m state_machine --transitions $(TRANSITIONS) --first-seed $(SEED) tests/transaction tests/recurrent
+	$(PYTEST) --device cpu -m state_machine --transitions $(TRANSITIONS) --first-seed $(SEED) \
+	  tests/transaction tests/recurrent tests/drafter
 
 # Changes the code at random places, and counts the changes that no test notices.
 SAMPLE ?= 300

@@ -1,4 +1,4 @@
-"""DraftVocabulary: by hand, in a random machine against the oracle, compiled, and what it refuses."""
+"""DraftVocabulary: by hand, in random calls, compiled, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, rule
-from state_machines import Counted, run_machine
+from state_machines import run_machine
+from vocabulary_machine import MACHINE_SETTINGS, Machine
 
 from nwor_ops import DraftVocabulary
-from nwor_ops.testing import oracle
 
 
 def head_of(tokens, width=4, dtype=torch.float32):
@@ -121,51 +118,6 @@ def test_reload_refuses_another_shape():
         vocabulary.reload(HEAD[:6])
 
 
-class Machine(Counted):
-    """Random updates. After each, the set equals the oracle's and its three tensors agree."""
-
-    @initialize(rows=st.sampled_from([1, 2, 3, 31, 33, 48]), spare=st.integers(0, 40), first=st.sampled_from([0, 7]))
-    def start(self, rows: int, spare: int, first: int) -> None:
-        self.head = torch.arange(rows + spare, dtype=torch.float32)[:, None] + 0.5
-        self.vocabulary = DraftVocabulary(self.head, rows, first_token=first)
-        ours = self.vocabulary
-        self.model = {name: tensor.clone() for name, tensor in ours.tensors().items()}
-
-    def model_update(self, tokens: torch.Tensor, listed: torch.Tensor | None) -> None:
-        first = self.vocabulary.first_token
-        oracle.update_draft_vocabulary(tokens, self.head, prompt_tokens=listed, first_token=first, **self.model)
-
-    @rule(data=st.data(), prompt=st.none() | st.integers(0, 99))
-    def update(self, data: st.DataObject, prompt: int | None) -> None:
-        token = st.integers(self.vocabulary.first_token - 2, self.vocabulary.first_token + len(self.head) + 1)
-        tokens = torch.tensor(data.draw(st.lists(token, max_size=6)), dtype=torch.int32)
-        dice = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-        listed = None if prompt is None else torch.randint(-1, len(self.head) + 9, (prompt,), generator=dice)
-        self.vocabulary.update(tokens, listed)
-        self.model_update(tokens, listed)
-
-    @rule(token=st.integers(0, 99), length=st.integers(1, 9))
-    def repeat(self, token: int, length: int) -> None:
-        """A run of neighbours, as a loop in a text."""
-        tokens = self.vocabulary.first_token + torch.arange(token, token + length)
-        self.vocabulary.update(tokens)
-        self.model_update(tokens, None)
-
-    @invariant()
-    def agrees(self) -> None:
-        if not hasattr(self, "vocabulary"):
-            return
-        ours = self.vocabulary
-        assert all(torch.equal(tensor, self.model[name]) for name, tensor in ours.tensors().items())
-        places = ours.token_ids - ours.first_token
-        assert ours.row_of_token[places].tolist() == list(range(len(places)))
-        assert int((ours.row_of_token >= 0).sum()) == len(places)
-        assert torch.equal(ours.weight, self.head[places])
-
-
-SHARE = settings(max_examples=40, stateful_step_count=50, deadline=None)
-
-
 @pytest.mark.state_machine
 def test_random_updates(machine_seed, request):
-    run_machine(Machine, SHARE, machine_seed, request)
+    run_machine(Machine, MACHINE_SETTINGS, machine_seed, request)

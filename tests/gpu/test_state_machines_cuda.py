@@ -1,10 +1,11 @@
-"""Test the manager and the recurrent states with random calls on CUDA. The CPU has the same state machines."""
+"""Random calls of managers, recurrent states and draft vocabularies on CUDA. The CPU has the same state machines."""
 
 from __future__ import annotations
 
 import manager_machine
 import pytest
 import recurrent_machine
+import vocabulary_machine
 from hypothesis import settings
 from state_machines import run_machine
 
@@ -24,7 +25,11 @@ class RecurrentEngine(recurrent_machine.Engine):
     device = "cuda"
 
 
+class VocabularyMachine(vocabulary_machine.Machine):
+    device = "cuda"
+
+
 @pytest.mark.state_machine
-@pytest.mark.parametrize("machine", [Engine, StagedEngine, RecurrentEngine])
+@pytest.mark.parametrize("machine", [Engine, StagedEngine, RecurrentEngine, VocabularyMachine])
 def test_random_calls(machine, machine_seed, request):
     run_machine(machine, SHARE, machine_seed, request)
