@@ -18,9 +18,9 @@ VOCABULARY, HIDDEN, ROWS, STEPS = 40, 8, 10, 3
 
 
 class Drafter(torch.nn.Module):
-    """A drafter with a norm before its head, and a soft cap after it."""
+    """A drafter with a norm before its head, and a soft cap after it. With two heads, they take turns by step."""
 
-    def __init__(self, has_bias: bool = False, maps_tokens: bool = False) -> None:
+    def __init__(self, has_bias: bool = False, maps_tokens: bool = False, num_heads: int = 1) -> None:
         from vllm.config import VllmConfig, set_current_vllm_config
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -28,14 +28,15 @@ class Drafter(torch.nn.Module):
         super().__init__()
         self.maps_tokens = maps_tokens
         with set_current_vllm_config(VllmConfig()):
-            self.lm_head = ParallelLMHead(VOCABULARY, HIDDEN, bias=has_bias, disable_tp=True)
+            self.heads = [ParallelLMHead(VOCABULARY, HIDDEN, bias=has_bias, disable_tp=True) for _ in range(num_heads)]
             self.logits_processor = LogitsProcessor(VOCABULARY, soft_cap=5.0, scale=2.0)
         generator = torch.Generator().manual_seed(0)
-        self.lm_head.weight.data.copy_(torch.randn(self.lm_head.weight.shape, generator=generator))
-        self.lm_head.quant_method.process_weights_after_loading(self.lm_head)
+        for head in self.heads:
+            head.weight.data.copy_(torch.randn(head.weight.shape, generator=generator))
+            head.quant_method.process_weights_after_loading(head)
 
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        logits = self.logits_processor(self.lm_head, hidden_states * 3)
+    def compute_logits(self, hidden_states: Tensor, spec_step_idx: int) -> Tensor:
+        logits = self.logits_processor(self.heads[spec_step_idx % len(self.heads)], hidden_states * 3)
         return torch.nn.functional.pad(logits, (0, 5)) if self.maps_tokens else logits
 
 
@@ -52,7 +53,7 @@ class Speculator:
         pass
 
     def compute_draft_logits(self, hidden_states: Tensor, spec_step_idx: int) -> Tensor:
-        return self.model.compute_logits(hidden_states)
+        return self.model.compute_logits(hidden_states, spec_step_idx)
 
     def sample_draft(
         self, hidden_states: Tensor, positions: Any, idx_mapping: Any, temperature: Any, seeds: Any, draft_step: Any,
@@ -73,8 +74,8 @@ def _attached(model: Drafter | None = None, **settings: Any) -> tuple[Speculator
     return speculator, owner
 
 
-def _sample(speculator: Speculator, hidden: Tensor, draft_logits: Tensor | None = None) -> Tensor:
-    return speculator.sample_draft(hidden, None, None, None, None, None, draft_logits)
+def _sample(speculator: Speculator, hidden: Tensor, draft_logits: Tensor | None, step: int) -> Tensor:
+    return speculator.sample_draft(hidden, None, None, None, None, None, draft_logits, step)
 
 
 def _step(speculator: Speculator, prompts: list[list[int]], sampled: list[int], **more: Any) -> None:
@@ -99,19 +100,24 @@ def _step(speculator: Speculator, prompts: list[list[int]], sampled: list[int], 
     assert result == "drafts"
 
 
+@pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize("is_greedy", [True, False])
-def test_drafts_are_best_tokens_of_set(is_greedy: bool) -> None:
-    whole = Speculator(Drafter())
-    speculator, owner = _attached()
+def test_drafts_are_best_tokens_of_set(is_greedy: bool, num_heads: int) -> None:
+    """Each step uses its head, as in multi-module MTP."""
+    whole = Speculator(Drafter(num_heads=num_heads))
+    speculator, owner = _attached(Drafter(num_heads=num_heads))
     _step(speculator, [[30, 31]], [39])
     tokens = owner.first.token_ids
     assert {30, 31, 39} <= set(tokens.tolist())
+    assert len(owner.vocabularies) == num_heads
+    assert all(torch.equal(each.token_ids, tokens) for each in owner.vocabularies.values())
     hidden = torch.randn(16, HIDDEN, generator=torch.Generator().manual_seed(1))
-    masked = torch.full((16, VOCABULARY), float("-inf"))
-    masked[:, tokens] = whole.compute_draft_logits(hidden, 0)[:, tokens]
     cache = None if is_greedy else torch.zeros(1)
-    assert _sample(speculator, hidden, cache).tolist() == masked.argmax(-1).tolist()
-    torch.testing.assert_close(speculator.compute_draft_logits(hidden, 0), masked)
+    for step in range(STEPS):
+        masked = torch.full((16, VOCABULARY), float("-inf"))
+        masked[:, tokens] = whole.compute_draft_logits(hidden, step)[:, tokens]
+        assert _sample(speculator, hidden, cache, step).tolist() == masked.argmax(-1).tolist()
+        torch.testing.assert_close(speculator.compute_draft_logits(hidden, step), masked)
 
 
 def test_speculators_of_vllm_draft_from_set() -> None:
@@ -141,11 +147,11 @@ def test_failed_update_keeps_drafting(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_rows_follow_reloaded_head() -> None:
-    speculator, owner = _attached()
-    head = speculator.model.lm_head.weight.data
-    head.mul_(2)
+    speculator, owner = _attached(Drafter(num_heads=2))
+    weights = [head.weight.data.mul_(2) for head in speculator.model.heads]
     vocabulary_of(SimpleNamespace(speculator=speculator)).reload()
-    assert owner.first.weight.tolist() == head[:ROWS].tolist()
+    for vocabulary, weight in zip(owner.vocabularies.values(), weights, strict=True):
+        assert vocabulary.weight.tolist() == weight[:ROWS].tolist()
 
 
 def test_sleeping_engine_saves_state() -> None:
