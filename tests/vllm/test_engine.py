@@ -187,7 +187,7 @@ def test_sampling_with_temperature(engines: Engines) -> None:
 @pytest.mark.skipif(not real_model.is_installed(), reason=f"the packages {real_model.PACKAGES} are not installed")
 def test_texts_of_real_model(engines: Engines, nwor: dict[str, Any]) -> None:
     chats = real_model.chats([prompt for kind in real_model.PROMPTS.values() for prompt in kind[:2]])
-    # The audit compares the whole cache at each step, so it has few blocks.
+    # Few blocks, because the audit keeps a copy of the whole cache.
     arguments = {"model": str(real_model.model_folder()), "load_format": "auto", "num_gpu_blocks_override": 40}
     vanilla, ours = engines.pair(chats, nwor, **arguments)
     assert ours["tokens"] == vanilla["tokens"]
