@@ -1,6 +1,7 @@
-"""Compare a real vLLM CPU engine with NWOR on and off: output tokens per second, without an audit.
+"""Compare a real vLLM CPU engine with NWOR on and off: output tokens per second.
 
     python benchmarks/cpu_engine.py
+    python benchmarks/cpu_engine.py --audit      # time with an audit over time without, with the real model
 
 The engine has one thread and runs the demo's workload (24 requests, at most 12 running, n-gram drafts, K = 4, eager).
 Between two runs, everything of NWOR is removed from its worker or attached again. Both sides therefore have the same
@@ -22,14 +23,15 @@ from benchmark_engine import describe_plugin, switch_transactions
 from results import Row, ratios, row, save
 
 from nwor_ops.cli.demo_engine import DemoEngine
-from nwor_ops.testing.engine_process import EngineProcess, engine_environment, serve
-from nwor_ops.testing.tiny_llama import Size, tiny_llama_requests, write_tiny_llama
+from nwor_ops.testing import real_model
+from nwor_ops.testing.engine_process import EngineProcess, close_all, engine_environment, serve
+from nwor_ops.testing.tiny_llama import Request, Size, tiny_llama_requests, write_tiny_llama
 
 SIZES = {
     "tiny": (Size(), 60),
     "small": (Size(layers=10, hidden=768, heads=12, kv_heads=4, intermediate=2048), 20),
 }
-LEAST = 0.97
+LEAST, MOST_AUDITED = 0.97, 3.0
 
 
 class SwitchedEngine(DemoEngine):
@@ -66,6 +68,33 @@ def measure(name: str, size: Size, rounds: int, folder: pathlib.Path) -> list[Ro
     ]
 
 
+def measure_audit(folder: pathlib.Path, rounds: int = 2) -> list[Row]:
+    """Compare two engines with mode ``cow``, 1 GiB of cache and 8 requests: one is audited."""
+    from nwor_ops.cli.demo import OUTPUT_TOKENS, REAL_PROMPTS, make_job
+
+    requests = [Request(prompt, OUTPUT_TOKENS, 0) for prompt in real_model.chats(REAL_PROMPTS[:8])]
+    job = make_job(str(real_model.model_folder()), requests, stop_token_ids=[real_model.END])
+    del job["engine"]["num_gpu_blocks_override"]
+    sides = {"off": False, "on": True}
+    engines = {s: EngineProcess(s, job, folder, engine_environment("cow", audit)) for s, audit in sides.items()}
+    seconds: dict[str, list[float]] = {side: [] for side in engines}
+    try:
+        for engine in engines.values():
+            engine.wait_until_ready()
+        for number in range(-1, rounds):  # the first run is the warm-up
+            answers = {side: engine.ask("run") for side, engine in engines.items()}
+            assert answers["on"]["tokens"] == answers["off"]["tokens"]
+            for side in engines if number >= 0 else ():
+                seconds[side].append(answers[side]["seconds"])
+    finally:
+        close_all(engines.values())
+    rows = [row(f"audit_{side}/{real_model.NAME}", times, "s", "lower", digits=2) for side, times in seconds.items()]
+    return [
+        row(f"audit_over_no_audit/{real_model.NAME}", ratios(seconds, "on", "off"), "ratio", "lower", MOST_AUDITED),
+        *rows,
+    ]
+
+
 def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +104,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1:] == ["--audit"]:
+        with tempfile.TemporaryDirectory() as folder:
+            save("cpu", "cpu_audit", measure_audit(pathlib.Path(folder)))
+    elif sys.argv[1:]:
         serve(SwitchedEngine)
     else:
         main()
