@@ -41,12 +41,14 @@ class Hook:
         signature: its parameters in order, without ``self``, separated by ``", "``.
         cuda: whether only CUDA engines call it. On a CPU, vLLM may define another function with this name, or may lack
             a dependency of the module.
+        calls: a function that its code must call, or "".
     """
 
     module: str
     name: str
     signature: str
     cuda: bool = False
+    calls: str = ""
 
     def problem(self) -> str | None:
         """Return the difference between vLLM's function and this description, or None if they match."""
@@ -56,6 +58,8 @@ class Hook:
                 target = getattr(target, part)
         except (ImportError, AttributeError) as error:
             return f"{self.module}.{self.name} does not exist ({error})"
+        if self.calls and self.calls not in inspect.unwrap(target).__code__.co_names:
+            return f"{self.module}.{self.name} does not call {self.calls}"
         return _other_parameters(f"{self.module}.{self.name}", target, self.signature)
 
 

@@ -304,3 +304,11 @@ def test_hooks_page_names_every_patch() -> None:
     patched |= {hook.name.rpartition(".")[2] for hook in (*ENVIRONMENT_HOOKS, *(patch.hook for patch in PATCHES))}
     assert {"prepare_attn", "save_kv_layer", "do_kv_cache_update", "sleep"} <= patched
     assert [name for name in sorted(patched) if not re.search(rf"\b{name}\b", page)] == []
+
+
+def test_hooks_page_counts_its_targets() -> None:
+    """The first column has the targets, and the second in the table of layers."""
+    text = HOOKS.read_text()
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")]
+    targets = [second if re.fullmatch(r" `\w+(?:Attention|NetAttention)` ", first) else first for first, second in rows]
+    assert f"**{sum(len(re.findall('`[^`]+`', target)) for target in targets)} targets**" in text

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformType
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cursors import Cursors, SkippedRequests
+from nwor_ops.vllm import hooks
 from nwor_ops.vllm.audit.cache import AuditError
 from nwor_ops.vllm.audit.engine import audit_states_alone
 from nwor_ops.vllm.audit.recurrent import StateAudit
@@ -394,6 +395,54 @@ def test_model_reports_pages_with_records(monkeypatch: pytest.MonkeyPatch) -> No
     assert (pages(Model, True), pages(Model, False)) == ([page + record], [page])
     for model in (TwoKinds, Outer):
         assert pages(model, True) == [page + record, convolution.page_size_bytes]
+
+
+@pytest.mark.usefixtures("any_vllm")
+@pytest.mark.parametrize(
+    "architecture",
+    ["Qwen3NextForCausalLM", "KimiLinearForCausalLM", "BailingMoeV3ForCausalLM", "OlmoHybridForCausalLM"],
+)
+def test_page_of_vllm_class_grows_by_record(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These classes report no specs. vLLM then derives one from their shapes and dtypes, and so must we."""
+    from vllm.model_executor.models import ModelRegistry
+
+    model: Any = ModelRegistry.models[architecture].load_model_cls()
+    text, *_ = MODELS[architecture]
+    sizes = SimpleNamespace(**vars(text) | {"linear_conv_kernel_dim": 4, "short_conv_kernel_size": 4})
+    changes = {"speculative_config__num_speculative_tokens": 3, "model_config__architecture": architecture}
+    changes |= {"model_config__hf_text_config": sizes, "model_config__hf_config": sizes}
+    changes |= {"cache_config__use_kda_recoverssm": False}
+    config, without = engine(**changes), engine(recurrent=False, **changes)
+    assert not hasattr(model, "get_mamba_specs_from_config")
+    derived = MambaSpec(
+        block_size=-1,
+        shapes=model.get_mamba_state_shape_from_config(config),
+        dtypes=model.get_mamba_state_dtype_from_config(config),
+    ).page_size_bytes
+    monkeypatch.setattr(plugin, "_patches", patches := Patches("test"))
+    plugin.add_records(model)
+    try:
+        pages = [spec.page_size_bytes for spec in model.get_mamba_specs_from_config(config)]
+        assert pages == [derived + RecordGeometry.of(config).num_bytes]
+        assert [spec.page_size_bytes for spec in model.get_mamba_specs_from_config(without)] == [derived]
+    finally:
+        patches.undo()
+
+
+@pytest.mark.parametrize("model", models.ALL, ids=lambda model: model.layer)
+def test_vllm_must_ask_for_our_pages(model: models.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that asks a model's class for shapes only would have pages without room for records."""
+    from vllm.platforms.interface import Platform
+
+    def align(cls: Any, vllm_config: Any, backend_cls: Any) -> Any:
+        return vllm_config.model_cls.get_mamba_state_shape_from_config(vllm_config)
+
+    monkeypatch.setattr(hooks, "version_problem", lambda use: None)
+    sentence = r"Platform\._align_hybrid_block_size does not call get_mamba_specs_from_config"
+    assert [hook.problem() for hook in supported.HOOKS if hook.calls] == [None]
+    monkeypatch.setattr(Platform, "_align_hybrid_block_size", classmethod(align))
+    with pytest.raises(Unsupported, match=sentence):
+        supported.check_hooks(model)
 
 
 def test_ple_reads_only_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:

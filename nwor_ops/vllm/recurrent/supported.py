@@ -69,7 +69,12 @@ _COMMON_HOOKS = (
         "token_indices",
         cuda=True,
     ),
-    Hook("vllm.platforms.interface", "Platform._align_hybrid_block_size", "vllm_config, backend_cls"),
+    Hook(
+        "vllm.platforms.interface",
+        "Platform._align_hybrid_block_size",
+        "vllm_config, backend_cls",
+        calls="get_mamba_specs_from_config",
+    ),
     LOAD_MODEL,
 )  # fmt: skip
 HOOKS = (*dict.fromkeys(hook for model in models.ALL for hook in (model.recurrence, *model.hooks)), *_COMMON_HOOKS)
