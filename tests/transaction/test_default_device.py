@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import pathlib
+import re
 
 import manager_machine
 import pytest
@@ -20,6 +23,9 @@ CLASSES = (
     nwor_ops.DraftCommitManager, nwor_ops.RecurrentStates, nwor_ops.StagingBuffer,
     nwor_ops.KVCacheInterceptor, nwor_ops.DraftVocabulary, DraftBuffers, DraftLoop, DraftSampler,
 )  # fmt: skip
+
+PACKAGE = pathlib.Path(nwor_ops.__file__).parent
+FACTORY = r"torch\.(arange|as_tensor|empty|eye|full|linspace|ones|rand|randint|randn|tensor|zeros)"
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +98,16 @@ def test_draft_loop() -> None:
     for mode in ("eager", "step", "loop"):
         buffers.draft_tokens[0, 1:], buffers.input_ids[0] = -1, 5
         assert loop.run(1, mode, key=GraphKey(2), replay=False).tolist() == [[5, 6, 7]]
+
+
+def test_source_names_each_device() -> None:
+    """Also where only a GPU gets: with "cuda" as the default device, torch.zeros(pin_memory=True) raises."""
+    calls = [
+        (path.name, call.lineno, {keyword.arg for keyword in call.keywords})
+        for path in PACKAGE.rglob("*.py")
+        if "testing" not in path.parts
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and re.fullmatch(FACTORY, ast.unparse(call.func))
+    ]
+    assert sum("pin_memory" in named for *_, named in calls) >= 2
+    assert [(file, line) for file, line, named in calls if "device" not in named] == []
