@@ -9,8 +9,9 @@ The requests are at different rows of their chunks and rings, so each step store
 - `ours`, `chunk16`: both forms, with the plan of the window.
 - `vllm`: `fused_sigmoid_gating_delta_rule_update` of vLLM, one state per token.
 - `flashinfer_mtp`: `gated_delta_rule_mtp`, one float32 state per token. The choice of the first state is not timed.
-- `flashinfer_ring`: `gated_delta_rule_mtp_ucache_flush`, which folds a bfloat16 state when its 16 rows are full. The
-  caller moves the cursors, which is not timed.
+- `flashinfer_ring`: `gated_delta_rule_mtp_ucache_flush` of `gdn_decode_bf16_wy_ucache_flush`: a bfloat16 state and a
+  ring of 32 rows. At most 16 of them are pending: a fold frees these while the window fills others. The caller moves
+  the cursors, which is not timed.
 - `sglang`: `gdn_replayssm_spec_decode`, after `commit_gdn_replayssm_spec` and `commit_gdn_replayssm_circular`, as
   `sglang/srt/speculative/spec_utils.py` calls them: a ring of 16 rows. Bfloat16 states are stored after each window.
 
