@@ -40,9 +40,7 @@ _COMMON_HOOKS = (
         "GDNAttentionMetadataBuilder.build",
         "common_prefix_len, common_attn_metadata, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build",
     ),
-    Hook(
-        _BUILDER, "GDNAttentionMetadataBuilder.update_block_table", "metadata, blk_table, slot_mapping"
-    ),
+    Hook(_BUILDER, "GDNAttentionMetadataBuilder.update_block_table", "metadata, blk_table, slot_mapping"),
     # With prefix caching.
     Hook(
         _CONTEXT,
@@ -70,9 +68,7 @@ _COMMON_HOOKS = (
         cuda=True,
     ),
     Hook(
-        "vllm.platforms.interface",
-        "Platform._align_hybrid_block_size",
-        "vllm_config, backend_cls",
+        "vllm.platforms.interface", "Platform._align_hybrid_block_size", "vllm_config, backend_cls",
         calls="get_mamba_specs_from_config",
     ),
     LOAD_MODEL,
