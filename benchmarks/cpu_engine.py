@@ -75,24 +75,18 @@ def measure_audit(folder: pathlib.Path, rounds: int = 2) -> list[Row]:
     requests = [Request(prompt, OUTPUT_TOKENS, 0) for prompt in real_model.chats(REAL_PROMPTS[:8])]
     job = make_job(str(real_model.model_folder()), requests, stop_token_ids=[real_model.END])
     del job["engine"]["num_gpu_blocks_override"]
-    sides = {"off": False, "on": True}
-    engines = {s: EngineProcess(s, job, folder, engine_environment("cow", audit)) for s, audit in sides.items()}
-    seconds: dict[str, list[float]] = {side: [] for side in engines}
+    engines = {s: EngineProcess(s, job, folder, engine_environment("cow", s == "audit")) for s in ("audit", "none")}
     try:
         for engine in engines.values():
             engine.wait_until_ready()
-        for number in range(-1, rounds):  # the first run is the warm-up
-            answers = {side: engine.ask("run") for side, engine in engines.items()}
-            assert answers["on"]["tokens"] == answers["off"]["tokens"]
-            for side in engines if number >= 0 else ():
-                seconds[side].append(answers[side]["seconds"])
+        runs = [{s: engine.ask("run") for s, engine in engines.items()} for _ in range(1 + rounds)]  # 1: the warm-up
     finally:
         close_all(engines.values())
-    rows = [row(f"audit_{side}/{real_model.NAME}", times, "s", "lower", digits=2) for side, times in seconds.items()]
-    return [
-        row(f"audit_over_no_audit/{real_model.NAME}", ratios(seconds, "on", "off"), "ratio", "lower", MOST_AUDITED),
-        *rows,
-    ]
+    if any(run["audit"]["tokens"] != run["none"]["tokens"] for run in runs):
+        raise RuntimeError("the audited engine generated different tokens")
+    seconds = {side: [run[side]["seconds"] for run in runs[1:]] for side in engines}
+    most = [row("audit_over_none/real", ratios(seconds, "audit", "none"), "ratio", "lower", MOST_AUDITED)]
+    return most + [row(f"{side}/real", times, "s", "lower", digits=2) for side, times in seconds.items()]
 
 
 def main() -> None:
