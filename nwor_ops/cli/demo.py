@@ -243,7 +243,7 @@ def print_result(report: Report, options: DemoOptions, result: dict[str, Any]) -
     eager, captured = loop["eager"], loop["captured"]
     report.table([
         ("Draft graphs: a small draft model in torch", "eager", "NWOR (captured)"),
-        ("launches per step", f"{eager['kernels']:,}", f"{captured['graphs']} graphs, {captured['kernels']} kernels"),
+        ("graphs, kernels launched", *(f"{way['graphs']}, {way['kernels']}" for way in (eager, captured))),
     ])  # fmt: skip
     report.line("(Stand-ins for CUDA graphs run on the CPU. A replay is one launch.)")
     _verdict(report, wrong["draft_graphs"], f"fewer launches, and the same {loop['drafts']:,} drafts")

@@ -119,7 +119,7 @@ def test_demo_prints_and_writes_its_result(holds, tmp_path, monkeypatch, capsys)
     rows = {words[0]: words[1:] for line in lines if (words := re.split(" {2,}", line))}
     assert rows["stale rows left after a step (sum)"] == ["60", "0"]
     assert rows["bytes per request, with the record"] == ["5,000", "1,100"]
-    assert rows["launches per step"] == ["670", "2 graphs, 3 kernels"]
+    assert rows["graphs, kernels launched"] == ["0, 670", "2, 3"]
     assert [line.partition(":")[0] for line in lines if "as promised:" in line] == [
         "as promised" if holds else "not as promised", "as promised", "as promised",
     ]  # fmt: skip
