@@ -68,7 +68,7 @@ def measure(name: str, size: Size, rounds: int, folder: pathlib.Path) -> list[Ro
     ]
 
 
-def measure_audit(folder: pathlib.Path, rounds: int = 2) -> list[Row]:
+def measure_audit(folder: pathlib.Path, rounds: int = 6) -> list[Row]:
     """Compare two engines with mode ``cow``, 1 GiB of cache and 8 requests: one is audited."""
     from nwor_ops.cli.demo import OUTPUT_TOKENS, REAL_PROMPTS, make_job
 
