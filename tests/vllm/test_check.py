@@ -19,7 +19,7 @@ from engines import NGRAM, Engines, model_folder, prompts
 
 from nwor_ops.cli.check import Outcome, outcome_of, print_preview
 from nwor_ops.cli.report import Report
-from nwor_ops.cli.verify_engine import SMALL_ENGINE, hides_states_of_vanilla
+from nwor_ops.cli.verify_engine import SMALL_ENGINE, describe, hides_states_of_vanilla, read_arguments
 from nwor_ops.vllm.check import FEATURES, configure, look, prediction, switches_of
 from nwor_ops.vllm.support.refusals import REFUSALS
 
@@ -99,6 +99,20 @@ def test_verify_knows_when_graphs_hide_states(
         speculative_config=object() if speculates else None,
     )
     assert hides_states_of_vanilla(config) == hides
+
+
+def described(arguments: Sequence[str]) -> dict[str, Any]:
+    return describe(read_arguments(list(arguments)))
+
+
+def test_bug_report_describes_engine_without_secrets(engines: Engines) -> None:
+    extra = {"secret_key": "s3cr3t", "authToken": "s3cr3t", "url": "redis://:s3cr3t@host", "deep": {"key": "s3cr3t"}}
+    connector = json.dumps(CONNECTOR | {"kv_connector_extra_config": extra})
+    secrets = ("--kv-transfer-config", connector, "--additional-config", '{"private_key": "s3cr3t"}')
+    secrets += ("--served-model-name", "s3cr3t")
+    engine = engines.submit(described, [model_folder(), *ARGUMENTS, *SPECULATION, *secrets]).result()
+    assert (engine["method"], engine["block_size"]) == ("ngram", 32)
+    assert "s3cr3t" not in json.dumps(engine)
 
 
 # ---------------------------------------------------------------- the command
