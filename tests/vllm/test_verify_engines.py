@@ -17,6 +17,7 @@ from nwor_ops.cli.verify import Outcome
 from nwor_ops.testing.tiny_llama import write_tiny_llama
 
 PROMPT = "t11 t12 t13 t14 t15 t11 t12 t13 t14 t15 t11 t12 t13 t14 t15 t11 t12"
+SECRET = "s3cr3t"
 ARGUMENTS = [
     "--skip-tokenizer-init", "--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager",
     "--num-gpu-blocks-override", "96", "--block-size", "32", "--speculative-config", json.dumps(NGRAM),
@@ -40,7 +41,13 @@ def test_wrong_byte_is_reported_without_secrets(tmp_path):
     """The report has no argument, prompt or path. The engine's log stays on this machine."""
     prompts = tmp_path / "prompts"
     prompts.write_text(PROMPT + "\n")
-    arguments = [write_served_llama(tmp_path / "tiny"), *ARGUMENTS[1:], "--served-model-name", "s3cr3t"]
+    extra = {"shared_storage_path": str(tmp_path / "kv"), "url": f"redis://:{SECRET}@host", "private_key": SECRET}
+    extra |= {"secret_key": SECRET, "authToken": SECRET, "nested": {"aws_secret_access_key": SECRET}}
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    arguments = [
+        write_served_llama(tmp_path / "tiny"), *ARGUMENTS[1:], "--served-model-name", SECRET,
+        "--kv-transfer-config", json.dumps(connector), "--additional-config", json.dumps({"private_key": SECRET}),
+    ]  # fmt: skip
     finished = verify(
         tmp_path, "--minutes", "0", "--prompts", str(prompts), arguments=arguments, PLANTED_BYTE="1"
     )  # fmt: skip
@@ -52,7 +59,7 @@ def test_wrong_byte_is_reported_without_secrets(tmp_path):
     assert found["error"].startswith("nwor audit, step ")
     assert " 1 bytes differ from the expected ones" in found["error"]
     assert found["error"] in (tmp_path / "out" / "engine.log").read_text()
-    for private in ("s3cr3t", PROMPT, str(tmp_path)):
+    for private in (SECRET, PROMPT, str(tmp_path)):
         assert private not in report
 
 
