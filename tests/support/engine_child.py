@@ -15,7 +15,7 @@ A job is a dict with ``engine`` (arguments of ``vllm.LLM``), ``environment``, an
 - ``cost_curves``: milliseconds of drafting by requests and of verifying by tokens, for adaptive verification. They
   replace vLLM's measurements, so that every engine verifies the same drafts.
 - ``prompt_tokens``: lengths of the prompts, in turn.
-- ``chats``: real prompts of the real model.
+- ``chats``: real prompts of the real model. ``schema``: a JSON schema that its answers follow.
 - ``prefill``: settings of a prefill engine in another process. It computes all prompts first; see ``prefill_engine``.
 - ``nodes``: 2 if half of the workers run on another node.
 
@@ -113,7 +113,7 @@ def _run_alone(
         CopiedRows(session.manager) for session in _sessions() if session.mode == "stage" and _cache_audit(session)
     ]
     requests = _requests(job)
-    result["rounds"] = []
+    result["rounds"], result["accepted"] = [], []  # accepted: tokens of drafts, by round
     for number in range(job["rounds"]):
         if number and job["sleep"]:
             llm.sleep(level=int(job["sleep"]))
@@ -129,6 +129,7 @@ def _run_alone(
         prompts = {f"{number}-{index}": list(request.prompt) for index, request in enumerate(requests)}
         transfer = transfer_of(prefill.prefill(prompts) if prefill else None)
         result["rounds"].append(_serve(llm, job, requests, number, transfer))
+        result["accepted"].append(_accepted(llm) - sum(result["accepted"]))
     result["replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}
     result["steps_by_drafts"] = steps_by_drafts
     result["proposed"] = proposed
@@ -153,6 +154,11 @@ def _run_alone(
     result["workers"] = llm.collective_rpc(describe_worker)
     if len(result["workers"]) > 1:  # separate processes, between two steps
         llm.llm_engine.engine_core.shutdown()
+
+
+def _accepted(llm: Any) -> int:
+    name = "vllm:spec_decode_num_accepted_tokens"
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
 class GraphReplays:
@@ -322,8 +328,8 @@ def _requests(job: dict[str, Any]) -> list[Any]:
     prefix = [(7 * position + position // 5) % 64 for position in range(job["shared_prefix"])]
     for request in requests:
         request.prompt[:0] = prefix
-    real = chats([prompt for kind in PROMPTS.values() for prompt in kind[:8]]) if job["chats"] else ()
-    for request, tokens in zip(requests, real, strict=False):
+    real = [prompt for kind in PROMPTS.values() for prompt in kind[: -(-len(requests) // len(PROMPTS))]]
+    for request, tokens in zip(requests, chats(real) if job["chats"] else (), strict=False):
         request.prompt[:] = tokens
     for request, length in zip(requests, itertools.cycle(job["prompt_tokens"]), strict=False):
         request.prompt[:] = (request.prompt * (1 + length // len(request.prompt)))[:length]
@@ -364,14 +370,16 @@ def _serve(
 
 def _sampling(job: dict[str, Any], requests: list[Any], index: int, extra: dict[str, Any] | None = None) -> Any:
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     return SamplingParams(
         temperature=job["temperature"],
         seed=index,
         max_tokens=requests[index].max_tokens,
-        ignore_eos=True,
+        ignore_eos=job["schema"] is None,
         detokenize=False,
         extra_args=extra,
+        structured_outputs=StructuredOutputsParams(json=job["schema"]) if job["schema"] else None,
     )
 
 

@@ -62,6 +62,7 @@ DEFAULTS: dict[str, Any] = {
     "nodes": 1,
     "prompt_tokens": [],
     "chats": False,
+    "schema": None,
     "prefill": None,
 }
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+from real_model_engine import SCHEMA
+
 from nwor_ops.testing.real_model import PACKAGES
 from nwor_ops.testing.tiny_llama import VOCABULARY
 
@@ -108,6 +110,7 @@ class Case:
         recurrent_groups: number of KV-cache groups that need no shadow pages.
         share: the shares of accepted and of rejected drafts must both be larger than this.
         draft_counts: for each of these numbers, some step must have it as its largest number of drafts per request.
+        vanilla: arguments in which the vanilla engine differs.
     """
 
     name: str
@@ -124,6 +127,7 @@ class Case:
     recurrent_groups: int = 0
     share: float = 0.02
     draft_counts: tuple[int, ...] = ()
+    vanilla: dict[str, Any] = field(default_factory=dict)
 
     def staged(self, **more: Any) -> Case:
         """Return this case in mode stage: two shadow pages per request in each group of attention."""
@@ -179,6 +183,10 @@ BEHAVIOURS: dict[str, dict[str, Any]] = {
     "temperature": {"use": {"temperature": 1.0}},
     "not-async": {"async_scheduling": False},
     "sleep": {"enable_sleep_mode": True, "use": {"rounds": 2, "sleep": True}},
+    # At this level vLLM drops all weights, and reloads only those of the target.
+    "sleep-level-2": {
+        "enable_sleep_mode": True, "sleep_preserve_parameter_names": ["draft.*"], "use": {"rounds": 2, "sleep": 2},
+    },
     "length-limit": {"max_model_len": 128, "use": {"max_tokens": 200}},
     # Every other request uses an adapter of the target.
     "lora": {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "use": {"adapter": "@llama_lora"}},
@@ -191,6 +199,9 @@ BEHAVIOURS: dict[str, dict[str, Any]] = {
     "bfloat16": {"mamba_ssm_cache_dtype": "bfloat16"},
     **{graphs: {"graphs": graphs} for graphs in GRAPHS},
 }  # fmt: skip
+# Requests that end at the model's limit. Kernels for windows and for single tokens add in another order.
+WITHOUT_DRAFTS = BEHAVIOURS["length-limit"] | {"vanilla": {"speculative_config": None}}
+COUNTS_AT_LIMIT = (1, 3, 7)
 ABORT, PREEMPTION = BEHAVIOURS["abort"], BEHAVIOURS["preemption"]
 
 
@@ -218,6 +229,14 @@ def _methods() -> Iterator[Case]:
     yield _case("v2-triton-draft_model", backend="TRITON_ATTN", method="draft_model")
     yield _case("v2-triton-ngram", backend="TRITON_ATTN")
     yield _case("real-model", model="@real", needs=PACKAGES, use={"chats": True})
+    # The time at which a grammar is compiled is random, and so is the set of requests in a batch.
+    yield _case(
+        "real-model-json", model="@real", needs=PACKAGES, method="ngram_gpu", same_tokens=False, share=0.0,
+        use={"chats": True, "requests": 32, "max_tokens": 1000, "schema": SCHEMA},
+        max_model_len=1024, max_num_seqs=32, max_num_batched_tokens=512, num_gpu_blocks_override=768,
+        skip_tokenizer_init=False,
+        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
+    )  # fmt: skip
     yield _case("v1-flash-eagle", V1, method="eagle")
     yield _case("v1-flash-draft_model", V1, method="draft_model")
     yield _case("v1-triton-ngram", V1, backend="TRITON_ATTN")
@@ -348,7 +367,10 @@ def _behaviours() -> Iterator[Case]:
         yield from _each(_case, runner, "preemption", "abort", "temperature", "not-async", environment=environment)
     yield from _each(_case, "", "prefix-caching", "sleep", "memory-profiling")
     yield _case("prefix-caching-eagle", method="eagle", **BEHAVIOURS["prefix-caching"])
-    yield from _each(_case, "", "chunked-prefill", method="eagle")
+    yield from _each(_case, "", "chunked-prefill", "sleep-level-2", method="eagle")
+    for count in COUNTS_AT_LIMIT:
+        speculation = EAGLE | {"num_speculative_tokens": count}
+        yield _case(f"length-limit-k{count}", speculative_config=speculation, may_differ=4, **WITHOUT_DRAFTS)
     # vLLM's warm-up creates 8 requests and numbers their 16 blocks itself, which are all blocks of this cache.
     yield _case(
         "warm-up",
@@ -584,11 +606,17 @@ def _draft_graphs() -> Iterator[DraftCase]:
     # There is no graph for more than 4 requests, so larger batches run vLLM's code.
     yield _draft("larger-batches", sizes=EVERY_COUNT[:4], exact=True)
     yield _draft("one-draft", speculative_config={**DRAFT, "num_speculative_tokens": 1}, exact=True, **ONE_DRAFT)
+    for count in COUNTS_AT_LIMIT:
+        sizes = [(count + 1) * requests for requests in range(1, 9)]
+        yield _draft(f"length-limit-k{count}", sizes=sizes, exact=True, **BEHAVIOURS["length-limit"],
+                     speculative_config=DRAFT | {"num_speculative_tokens": count})  # fmt: skip
     for graphs in ("full", "full_decode_only"):
         mode = {"cudagraph_mode": graphs.upper()}
         yield _draft(graphs, compilation_config=mode, expect=mode)
     yield from _each(_draft, "", "abort", "prefix-caching", nwor=GRAPHED_COW)
-    yield from _each(_draft, "", "preemption", "sleep", "not-async", "length-limit", "memory-profiling", "lora")
+    yield from _each(
+        _draft, "", "preemption", "sleep", "sleep-level-2", "not-async", "length-limit", "memory-profiling", "lora"
+    )
     yield _draft("preemption-triton-cow", "TRITON_ATTN", nwor=GRAPHED_COW, **PREEMPTION)
     yield _draft("fp8", kv_cache_dtype="fp8")
     yield _draft("hybrid", model="@hybrid", nwor=GRAPHED_COW)
@@ -758,7 +786,13 @@ def _recurrent_cases() -> Iterator[Case]:
     # a request again, as a prompt.
     yield _recurrent("next-preemption", num_gpu_blocks_override=24, use={"max_tokens": 80}, may_differ=12,
                      expect={"metric:num_preemptions": 1})  # fmt: skip
-    yield from _each(_recurrent, "next", "abort", "not-async", "sleep", "memory-profiling")
+    yield from _each(_recurrent, "next", "abort", "not-async", "sleep", "sleep-level-2", "memory-profiling")
+    six = {"speculative_config": MTP | {"num_speculative_tokens": 6}}
+    for clients in (2, 3, 4):
+        yield _recurrent(f"next-k6-{clients}", max_num_seqs=clients, **six)
+    for count in COUNTS_AT_LIMIT:
+        speculation = MTP | {"num_speculative_tokens": count}
+        yield _recurrent(f"next-length-limit-k{count}", speculative_config=speculation, may_differ=12, **WITHOUT_DRAFTS)
     # Windows of nine tokens, which vLLM's CUDA kernel does not support.
     eight = {"speculative_config": MTP | {"num_speculative_tokens": 8}}
     yield _recurrent("qwen3_5-eight-drafts", "qwen3_5", **eight)
@@ -930,6 +964,15 @@ def _prefill_elsewhere() -> Iterator[Case]:
         "use": alone["use"] | {"prompt_tokens": [162, 90, 242, 40]},
     }
     yield _recurrent("pd-pages-align", **alone | pages | aligned)
+    # Around the ends of one and of two blocks. For the longest of each, one token is left after a block.
+    seven = {
+        "speculative_config": MTP | {"num_speculative_tokens": 7},
+        "block_size": 96,  # of both engines: records make our pages longer
+        "max_num_batched_tokens": 96,
+        "use": alone["use"] | {"prompt_tokens": [95, 96, 97, 98, 191, 192, 193, 194]},
+    }
+    yield _recurrent("pd-pages-k7", **alone | pages | seven)
+    yield _recurrent("pd-pages-k7-align", **alone | pages | aligned | seven)
     nixl = {"kv_transfer_config": _connector("NixlConnector"), "needs": "nixl"}
     for name, more in (("", {}), ("-align", aligned)):
         case = _recurrent(f"pd-nixl{name}", **alone | nixl | more)
@@ -1103,8 +1146,8 @@ def _vocabularies() -> Iterator[Case]:
     yield from _each(_vocabulary, "", "preemption", "prefix-caching", "chunked-prefill", "abort", "not-async",
                          "memory-profiling")  # fmt: skip
     yield from _each(_vocabulary, "", "lora", method="draft_model")
-    for level in (1, 2):
-        yield _vocabulary(f"sleep-{level}", enable_sleep_mode=True, use={"rounds": 2, "sleep": level})
+    yield _vocabulary("sleep-1", **BEHAVIOURS["sleep"])
+    yield _vocabulary("sleep-level-2", **BEHAVIOURS["sleep-level-2"])
 
 
 VOCABULARY_CASES = list(_vocabularies())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
 from gpu_cases import ENGINE, Case, Refusal
+
+from nwor_ops.testing.real_model import texts
 
 
 def refused(refusal: Refusal, engines: Any, record: dict[str, Any]) -> str:
@@ -32,7 +35,14 @@ def run_case(case: Case, engines: Any, record: dict[str, Any]) -> tuple[dict[str
     vanilla, ours = engines.start_case(case)
     result = ours.result()
     note(record, case, result)
-    return finished(result), None if vanilla is None else finished(vanilla.result())
+    finished(result)
+    if "sleep" in case.use:  # the same requests before and after
+        before, after = record["accepted_by_round"] = result["accepted"]
+        assert after >= 0.9 * before > 0
+    if "schema" in case.use:
+        [answers] = result["rounds"]
+        assert all(json.loads(text).keys() == case.use["schema"]["properties"].keys() for text in texts(answers))
+    return result, None if vanilla is None else finished(vanilla.result())
 
 
 def session_of(result: dict[str, Any]) -> dict[str, Any]:

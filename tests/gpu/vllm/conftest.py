@@ -116,7 +116,7 @@ class Engines:
         if case.same_tokens:
             # This engine runs without this library's code, and serves all cases that differ only in NWOR's settings.
             environment = {**case.environment, "VLLM_PLUGINS": ""}
-            vanilla = self.start(f"{case.name}-vanilla", case.engine, environment, **case.use)
+            vanilla = self.start(f"{case.name}-vanilla", {**case.engine, **case.vanilla}, environment, **case.use)
         settings = {**case.engine, "additional_config": {"nwor": case.nwor}}
         if case.more_blocks:
             settings["num_gpu_blocks_override"] = (

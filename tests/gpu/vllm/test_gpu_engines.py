@@ -37,7 +37,7 @@ def test_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
     ]
     if case.trimmed:
         assert stats["drafted"] < result["metrics"]["spec_decode_num_draft_tokens"]
-    assert_same_tokens(result, vanilla)
+    assert_same_tokens(result, vanilla, case.may_differ)
 
 
 @pytest.mark.parametrize("case", [WATCHED], ids=lambda case: case.name)
