@@ -73,10 +73,11 @@ def test_random_batches_equal_whole_text(num_drafts, num_reqs, spare, seed, temp
         assert (drafter.buffers.draft_tokens[num_reqs:, 1:] == NEVER).all()
 
 
-def test_drafts_beyond_the_limit_write_nothing():
+@pytest.mark.parametrize("num_drafts", [1, 3, 4, 7])
+def test_drafts_beyond_the_limit_write_nothing(num_drafts):
     """The target's token has no position left. The drafts are useless, and no request's cache changes."""
-    drafter = make_drafter(4, 4, max_len=24)
-    batch = make_round(drafter, 3, 0, lengths=[24 - 5, 24 - 5, 7])
+    drafter = make_drafter(num_drafts, 4, max_len=24)
+    batch = make_round(drafter, 3, 0, lengths=[23 - num_drafts, 23 - num_drafts, 7])
     batch.num_rejected[:2] = 0
     outputs = [body(drafter, batch, mode, 4) for mode in MODES]
     assert outputs[0] == outputs[1] == outputs[2]

@@ -259,6 +259,52 @@ def test_most_tables(device):
     oracle_checks.refuse("compute_slot_mappings", more, ValueError, "block_tables must hold 1 to 64 tables, got 65")
 
 
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+def test_no_slot_beyond_a_full_table(device, num_drafts):
+    """Sequences end at the model's limit, and one and two tokens before it. After each row comes another block."""
+    size, limit, lengths, tokens = 4, 32, (32, 31, 30), num_drafts + 1
+    blocks, room = torch.randperm(24).view(3, 8), 3 * (num_drafts + 2)
+    table = torch.nn.functional.pad(blocks, (0, 1), value=999).int().to(device)[:, :8]
+
+    def tensor(values, dtype=torch.int32):
+        return torch.tensor(list(values), dtype=dtype, device=device)
+
+    def zeros(*shape, dtype=torch.int32):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def slots_of(row, positions):
+        """At the limit, each further token replaces the last one."""
+        return [int(blocks[row, min(p, 31) // size]) * size + min(p, 31) % size for p in positions]
+
+    # The first pass of a draft model: the verified tokens and one more.
+    starts, lens, none = tensor(range(0, 3 * tokens + 1, tokens)), tensor(lengths), zeros(3)
+    places = tensor((p for length in lengths for p in range(length - tokens, length)), torch.int64)
+    ids, positions, marks = zeros(room), zeros(room, dtype=torch.int64), zeros(2, room, dtype=torch.bool)
+    slots, seq_lens = zeros(room, dtype=torch.int64), zeros(3)
+    ops.copy_expand_inputs(
+        zeros(3 * tokens), places, starts, none, none, ids, positions, *marks, zeros(3), max_model_len=limit
+    )
+    ops.extend_queries(starts, lens, positions, marks[0], table, zeros(4), seq_lens, slots, size, limit)
+    expected = [slot for row, end in enumerate(lengths) for slot in slots_of(row, range(end - tokens, end + 1))]
+    assert (slots.tolist(), seq_lens.tolist()) == (expected, [32, 32, 31])
+
+    # The steps of one token, and those of vLLM's V1 runner, which have no slot at the limit.
+    positions, starts, slots = lens.long().clamp(max=31), zeros(4), zeros(2, 3, dtype=torch.int64)
+    eagle, eagle_lens, drafts = lens.long() - 1, lens.clone(), zeros(3, 8, dtype=torch.int64)
+    ops.prepare_decode_inputs(drafts, lens + 1, none, ids, positions, starts, seq_lens, limit)
+    for step in range(num_drafts):
+        ops.compute_slot_mappings(tensor(range(3)), starts, positions, [table], [size], slots[:1])
+        ops.eagle_step(eagle, table, eagle_lens, eagle, slots[1], size, limit)
+        for row, place in enumerate(length + step for length in lengths):
+            assert slots[:1, row].tolist() == slots_of(row, [place + 1])
+            if place <= limit:
+                assert slots[1:, row].tolist() == ([-1] if place == limit else slots_of(row, [place]))
+            assert slots[1, row].item() // size in (-1, *blocks[row].tolist())
+        assert seq_lens.tolist() == [min(length + step + 2, limit) for length in lengths]
+        assert eagle_lens.max() <= limit
+        ops.update_draft_inputs(none, tensor([step], torch.int64), drafts, ids, positions, seq_lens, 8, limit)
+
+
 # ---------------------------------------------------------------- gumbel_sample
 
 

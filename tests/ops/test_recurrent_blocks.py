@@ -46,9 +46,11 @@ def test_full_blocks_by_hand(device):
     assert {block: cursors[block, 0].item() for block in (2, 3, 5, 7)} == {2: 0, 3: 3, 5: 1, 7: 0}
 
 
-def test_windows_that_end_around_a_block(device):
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_windows_that_end_around_a_block(device, chunk):
     """Each window of up to 4 tokens, from each token of a block, of which each number stays.
 
+    In the chunk form, rows of earlier windows are pending too, from any row of a ring on. They are folded first.
     Blocks after the last token of a step are not allocated: their numbers in the table are those of no block.
     """
     size = 4
@@ -57,15 +59,17 @@ def test_windows_that_end_around_a_block(device):
     blocks = torch.arange(1, 1 + 3 * len(windows), dtype=torch.int32).view(-1, 3)
     table, columns = blocks.clone(), (begins + tokens - 1) // size
     table[torch.arange(3) > columns[:, None]] = 2**31 - 1
-    cursors = torch.zeros(3 * len(windows) + 1, 2, dtype=torch.int32)
+    cursors = torch.zeros(3 * len(windows) + 1, 3 if chunk else 2, dtype=torch.int32)
     expected, after = [], cursors.clone()
     for row, (begin, n, stay) in enumerate(windows):
         source, full = int(blocks[row, columns[row]]), (begin + stay) // size
-        cursors[source] = after[source] = torch.tensor([n, 1])
+        first, earlier = (5 * row % 31, row % chunk) if chunk else (1, 0)
+        cursors[source] = after[source] = torch.tensor([n, first, earlier][: cursors.shape[1]])
         fills = full * size > begin
-        expected.append([source, full * size - begin, 1, int(blocks[row, full - 1])] if fills else [0] * 4)
+        fold = [source, earlier + full * size - begin, first, int(blocks[row, full - 1])]
+        expected.append(fold if fills else [0] * 4)
         if fills and source == blocks[row, full - 1]:
-            after[source, 0] = 0
+            after[source, ::2] = 0
     plan, skipped = torch.zeros(len(windows), 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     rows = torch.arange(len(windows))
     ours = layouts.twin(

@@ -7,6 +7,7 @@ import oracle_checks
 import pytest
 import torch
 from oracle_checks import random_log
+from tensors import numbers
 
 from nwor_ops import ops
 from nwor_ops.testing import layouts
@@ -32,6 +33,41 @@ def test_by_hand(device):
     ops.restore_slots([cache], log[None], slots[1:], torch.tensor([False, True], device=device))
     assert torch.equal(cache.view(8, 8)[3], torch.cat([key, value], -1)[1, 0])
     assert torch.equal(cache.view(8, 8)[4], torch.zeros(8, device=device))
+
+
+WRITERS = ("write_kv", "write_kv_logged", "log_slots", "restore_slots", "stage_kv", "commit_staged", "move_slots")
+
+
+@pytest.mark.parametrize("op", WRITERS)
+def test_padded_rows_write_nothing(device, op):
+    """Of 128 rows, 64 are tokens. The others have slot -1, which is the last slot to an index of Python.
+
+    On CUDA the call runs eagerly and then in a graph.
+    """
+    shapes = [(8, 16)] * 2 + [(128,)] * 4
+    planes = [numbers(*shape, 2, 8, seed=seed).to(device) for seed, shape in enumerate(shapes)]
+    caches, rows, logs = planes[:2], planes[2:4], planes[4:]
+    slots, every = torch.tensor([*range(64), *[-1] * 64], device=device), torch.ones(128, device=device).bool()
+    scales, next_slots = [torch.ones(1, device=device)] * 2, torch.where(slots < 0, -1, (slots + 1) % 64)
+    arguments = {
+        "write_kv": (*rows, *caches, slots, *scales, "auto"),
+        "write_kv_logged": (*rows, *caches, slots, *scales, "auto", slots.int(), *logs),
+        "log_slots": (caches[0], slots, torch.arange(128, device=device).int(), logs[0]),
+        "restore_slots": (caches, torch.stack(logs), slots, every),
+        "stage_kv": (*rows, slots.int(), *logs),
+        "commit_staged": (*rows, slots, every, *caches, *scales, "auto"),
+        "move_slots": (caches, next_slots, slots),
+    }[op]
+    before = [plane.clone() for plane in planes]
+    getattr(ops, op)(*arguments)
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            getattr(ops, op)(*arguments)
+        graph.replay()
+    changed = [(a != b).view(128, -1).nonzero()[:, 0].unique().tolist() for a, b in zip(planes, before, strict=True)]
+    assert [*range(64)] in changed
+    assert all(written in ([], [*range(64)]) for written in changed)
 
 
 def planes(shape):

@@ -7,12 +7,13 @@ from math import prod
 
 import pytest
 import torch
-from recurrent_states import KINDS, Decoding, in_double_precision
+from recurrent_states import CHUNK, CHUNK_KINDS, KINDS, Decoding, in_double_precision
 from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 
 from nwor_ops import RecurrentCache, RecurrentStates
 from nwor_ops.recurrent.cursors import SkippedRequests
+from nwor_ops.testing.layouts import memory
 from nwor_ops.transaction.protocol import State
 
 
@@ -39,27 +40,102 @@ def one_layer() -> Decoding:
 # ---------------------------------------------------------------- bit-identical results
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_text_equals_that_of_the_plain_recurrence(device, kind):
-    """The kept tokens of all windows form a text. Compare with its outputs in double precision."""
-    decoding = Decoding([kind], device=device)
-    decoding.start(3)
-    texts, outputs = [], []
-    for _ in range(20):
-        length = decoding.draw(1, decoding.max_window)
-        stays = decoding.draw(1, length)
-        decoding.begin([3], [length])
-        inputs = decoding.inputs(kind, length)
-        outputs.append(decoding.verify(kind, inputs)[:stays])
-        decoding.states.commit(decoding.tensor([stays]))
-        texts.append({name: tensor[:stays] for name, tensor in inputs.items()})
-    text = {name: torch.cat([part[name] for part in texts]) for name in texts[0]}
-    expected = in_double_precision(decoding.kinds[kind], decoding.weights[kind], text)
-    got = torch.cat(outputs).double()
-    assert len(got) > 20
+WINDOWS = (4, 1, 1, 4)  # tokens: steps without drafts after one that may have accepted some
+
+
+@pytest.mark.parametrize("kind", KINDS | CHUNK_KINDS)
+def test_texts_equal_the_plain_recurrence(device, kind):
+    """The kept tokens of a request's windows form a text. Compare with its outputs in double precision, without drafts.
+
+    Three requests are at other windows, and one has windows of any length. States are folded at random between them.
+    """
+    decoding = Decoding([kind], chunk=CHUNK * (kind in CHUNK_KINDS), device=device)
+    if (bias := decoding.weights[kind].dt_bias) is not None:
+        bias.sub_(3.0)  # states that forget slowly, so that their errors stay
+    slots = [3, 1, 6, 2]
+    decoding.start(*slots)
+    texts: dict[int, list] = {slot: [] for slot in slots}
+    for step in range(24):
+        lengths = [*(WINDOWS[(step + place) % 4] for place in range(3)), decoding.draw(1, 4)]
+        kept = [decoding.draw(1, length) for length in lengths]
+        decoding.begin(slots, lengths)
+        inputs = decoding.inputs(kind, sum(lengths))
+        inputs["out"] = decoding.verify(kind, inputs)
+        decoding.states.commit(decoding.tensor(kept))
+        for row, (slot, number) in enumerate(zip(slots, kept, strict=True)):
+            begin = sum(lengths[:row])
+            texts[slot].append({name: tensor[begin : begin + number] for name, tensor in inputs.items()})
+        decoding.states.fold(decoding.tensor(slot for slot in slots if decoding.draw(0, 3) == 0))
     # Each window rounds a bfloat16 state once, and each output once.
     tolerance = 0.03 if decoding.kinds[kind].state_dtype == torch.bfloat16 else 0.005
-    assert (got - expected).abs().max() < tolerance * expected.abs().max()
+    for parts in texts.values():
+        text = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        expected = in_double_precision(decoding.kinds[kind], decoding.weights[kind], text)
+        assert len(expected) > 30
+        assert (text["out"].double() - expected).abs().max() < tolerance * expected.abs().max()
+
+
+BOTH_FORMS = pytest.mark.parametrize("kinds", [KINDS, CHUNK_KINDS], ids=["exact", "chunk"])
+
+
+@BOTH_FORMS
+@pytest.mark.parametrize("prompt", [31, 32, 33])
+def test_prefill_and_decode_apart_equal_one_engine(device, prompt, kinds):
+    """A prompt is read in windows of 5 rows. The last owners of the slots that get its state left rows of theirs."""
+    options = {"chunk": CHUNK * (kinds is CHUNK_KINDS), "max_window": 8, "device": device}
+    prefill, decode = Decoding(kinds, **options), Decoding(kinds, **options)
+    prefill.start(1, 3)
+    decode.start(2)
+    prefill.window({3: 5}, {3: 4})
+    decode.window({2: 5}, {2: 4})
+    for begin in range(0, prompt, 5):
+        length = min(5, prompt - begin)
+        prefill.window({1: length}, {1: length})
+    prefill.states.copy(prefill.tensor([1]), prefill.tensor([3]))
+    prefill.states.fold(prefill.tensor([1]))
+    decode.states.fold(decode.tensor([2]))
+    for name, one in prefill.every_state.items():
+        one.held[3] = decode.every_state[name].held[2] = one.held[1]
+        decode.state_of(2, name).copy_(prefill.state_of(1, name))
+        for layer, slot in ((one, 1), (one, 3), (decode.every_state[name], 2)):
+            layer.begin_chunk(slot)
+    prefill.assert_folded(1, 3)
+    decode.assert_folded(2)
+    for length, kept in ((8, 3), (1, 1), (5, 5), (8, 8), (8, 1)):
+        prefill.window({3: length, 1: 1}, {3: kept, 1: 1})
+        decode.window({2: length}, {2: kept})
+
+
+@BOTH_FORMS
+@pytest.mark.parametrize("invalid", [0, -1, 5, 2**31 - 1])
+def test_invalid_count_leaves_other_requests_alone(device, invalid, kinds):
+    """The CPU raises before it writes. CUDA skips the third of four requests. The others equal a run without it."""
+    runs = []
+    for third, number in ((3, invalid), (-1, 2)):
+        decoding = Decoding(kinds, chunk=CHUNK * (kinds is CHUNK_KINDS), device=device)
+        states, caches = decoding.states, decoding.caches.values()
+        decoding.start(1, 2, 3, 4)
+        decoding.begin([1, 2, 3, 4], [4] * 4)
+        decoding.forward()
+        counts = decoding.tensor([3, 1, number, 4])
+        if device == "cpu" and third == 3:
+            buffers = [states.cursors.table, states.num_kept, *(t for c in caches for t in (c.state, *c.records))]
+            before = memory(buffers)
+            with pytest.raises(ValueError, match=rf"^commit: num_kept must be 1 to 4 for request 2 .* got {invalid}$"):
+                states.commit(counts)
+            assert all(map(torch.equal, memory(buffers), before))
+            return
+        states.commit(counts)
+        outputs = []
+        for _ in range(2):
+            decoding.begin([1, 2, third, 4], [2, 1, 4, 3])
+            outputs += [decoding.verify(name, decoding.inputs(name, 10)) for name in kinds]
+            states.commit(decoding.tensor([2, 1, 1, 3]))
+        states.fold(decoding.tensor([1, 2, 4]))
+        assert states.skipped_requests() == (2 if third == 3 else 0)
+        assert not any(out[3:7].any() for out in outputs)
+        runs.append([*outputs, *(cache.state[[1, 2, 4]] for cache in caches)])
+    assert all(map(torch.equal, *runs))
 
 
 # ---------------------------------------------------------------- errors in the middle of a call

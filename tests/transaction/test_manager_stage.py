@@ -36,6 +36,44 @@ def test_fp8_cache_with_scales(mode):
     assert torch.equal(cache[:6], expected[:6])
 
 
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_full_tables_and_padded_rows(device, mode, num_drafts):
+    """64 tokens in 128 rows. Nothing is written to the last slot, or after the end of a row of the table.
+
+    Requests end at the end of their rows, and one token before and after it. A token after it has no slot.
+    """
+    size, columns, count, tokens = 4, 4, 64 // (num_drafts + 1), num_drafts + 1
+    pages, shadows = count * columns, num_shadow_blocks(count, num_drafts, size)
+    cache = numbers(pages + shadows + 1, size, 1, 16).to(device)  # the last page is nobody's
+    expected, (key, value) = cache.clone(), (numbers(128, 1, 8, seed=seed).to(device) for seed in (1, 2))
+    manager = DraftCommitManager(
+        max_num_tokens=128, max_num_requests=count, max_draft_tokens=64, device=device, mode=mode,
+        max_drafts_per_request=num_drafts, shadow_blocks={"default": pages},
+    )  # fmt: skip
+    manager.register_layer("one", LayerCache.packed(cache))
+    manager.allocate()
+    blocks = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).view(count, columns)
+    wide = torch.nn.functional.pad(blocks, (0, 1), value=pages + shadows).int().to(device)
+    before, table, ends = wide.clone(), wide[:, :columns], [size * columns + row % 3 - 1 for row in range(count)]
+    places = [(row, p) for row, end in enumerate(ends) for p in range(end - tokens, end)]
+    slots = [int(blocks[row, p // size]) * size + p % size if p < size * columns else -1 for row, p in places]
+    requests = [Request(1, num_drafts, row % tokens) for row in range(count)]
+    for rejects in (False, True):
+        batch = make_batch(requests, {"default": slots + [-1] * 64}).on(device)
+        batch.window = batch.window._replace(seq_lens=int32(*ends).to(device))
+        begin(manager, batch, {"default": table})
+        manager.write("one", key, value, batch.slots["default"])
+        outcome = [batch.num_rejected] if rejects else [batch.draft_token_ids, batch.sampled_token_ids]
+        (manager.commit_rejected if rejects else manager.commit)(*outcome)
+        kept = [token for token, slot in enumerate(slots) if slot >= 0 and token not in batch.rejected]
+        expected.view(-1, 16)[[slots[token] for token in kept]] = torch.cat([key, value], -1)[kept, 0]
+        expected[pages:-1] = cache[pages:-1]  # shadow pages
+        assert torch.equal(cache, expected)
+        assert batch.slots["default"].tolist() == slots + [-1] * 64
+        assert torch.equal(wide, before)
+
+
 @given(st.data())
 def test_any_steps(data):
     """Requests change rows, in other tensors. Without states, a shadow page may then hold rows of another request."""
