@@ -184,6 +184,13 @@ def _sleeping(sleep: Callable[..., Any]) -> Callable[..., Any]:
             if owner is not None:
                 with Errors(vllm_logger(), "without publishing counters").survived("copying counters failed"):
                     owner.go_to_sleep()
+        level = args[0] if args else kwargs.get("level", 1)
+        has_drafter = getattr(self, "get_draft_model", lambda: None)() is not None
+        if level == 2 and has_drafter and not self.model_config.sleep_preserve_parameter_names:
+            vllm_logger().warning(
+                "nwor: after sleep level 2, reload_weights loads only the target, and the drafts will be rejected. "
+                "Start with sleep_preserve_parameter_names=['draft.*']"
+            )
         return sleep(self, *args, **kwargs)
 
     return patched

@@ -326,6 +326,18 @@ def test_sleeping_engine_keeps_its_counts(monkeypatch: pytest.MonkeyPatch, caplo
     assert record.getMessage().startswith("nwor: copying counters failed: planted; the engine goes on without")
 
 
+@pytest.mark.parametrize(("level", "kept", "warns"), [(1, [], False), (2, [], True), (2, ["draft.*"], False)])
+def test_sleep_that_loses_the_drafter_warns(
+    level: int, kept: list[str], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After level 2 vLLM 0.33 loads the target's weights again, and not the drafter's."""
+    worker = SimpleNamespace(
+        model_runner=Runner(), get_draft_model=object, model_config=SimpleNamespace(sleep_preserve_parameter_names=kept)
+    )
+    assert plugin._sleeping(lambda self, level=1: level)(worker, level=level) == level
+    assert [record.getMessage()[:25] for record in caplog.records] == ["nwor: after sleep level 2"] * warns
+
+
 # ---------------------------------------------------------------- settings reach every process
 
 
