@@ -398,35 +398,28 @@ def test_model_reports_pages_with_records(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("any_vllm")
-@pytest.mark.parametrize(
-    "architecture",
-    ["Qwen3NextForCausalLM", "KimiLinearForCausalLM", "BailingMoeV3ForCausalLM", "OlmoHybridForCausalLM"],
-)
-def test_page_of_vllm_class_grows_by_record(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["Qwen3Next", "KimiLinear", "BailingMoeV3", "OlmoHybrid"])
+def test_page_of_vllm_class_grows_by_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """These classes report no specs. vLLM then derives one from their shapes and dtypes, and so must we."""
     from vllm.model_executor.models import ModelRegistry
 
+    architecture = f"{name}ForCausalLM"
     model: Any = ModelRegistry.models[architecture].load_model_cls()
-    text, *_ = MODELS[architecture]
-    sizes = SimpleNamespace(**vars(text) | {"linear_conv_kernel_dim": 4, "short_conv_kernel_size": 4})
+    sizes = SimpleNamespace(
+        **vars(MODELS[architecture][0]) | {"linear_conv_kernel_dim": 4, "short_conv_kernel_size": 4}
+    )
     changes = {"speculative_config__num_speculative_tokens": 3, "model_config__architecture": architecture}
     changes |= {"model_config__hf_text_config": sizes, "model_config__hf_config": sizes}
-    changes |= {"cache_config__use_kda_recoverssm": False}
-    config, without = engine(**changes), engine(recurrent=False, **changes)
+    config, without = (engine(on, cache_config__use_kda_recoverssm=False, **changes) for on in (True, False))
     assert not hasattr(model, "get_mamba_specs_from_config")
-    derived = MambaSpec(
-        block_size=-1,
-        shapes=model.get_mamba_state_shape_from_config(config),
-        dtypes=model.get_mamba_state_dtype_from_config(config),
-    ).page_size_bytes
+    shapes, dtypes = model.get_mamba_state_shape_from_config(config), model.get_mamba_state_dtype_from_config(config)
+    page = MambaSpec(block_size=-1, shapes=shapes, dtypes=dtypes).page_size_bytes
     monkeypatch.setattr(plugin, "_patches", patches := Patches("test"))
     plugin.add_records(model)
-    try:
-        pages = [spec.page_size_bytes for spec in model.get_mamba_specs_from_config(config)]
-        assert pages == [derived + RecordGeometry.of(config).num_bytes]
-        assert [spec.page_size_bytes for spec in model.get_mamba_specs_from_config(without)] == [derived]
-    finally:
-        patches.undo()
+    specs = [model.get_mamba_specs_from_config(given) for given in (config, without)]
+    patches.undo()
+    pages = [[spec.page_size_bytes for spec in some] for some in specs]
+    assert pages == [[page + RecordGeometry.of(config).num_bytes], [page]]
 
 
 @pytest.mark.parametrize("model", models.ALL, ids=lambda model: model.layer)
