@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engines import ENGINE, ENVIRONMENT, SMALL, Engines, model_folder, prompts, sampling
 
-from nwor_ops.cli.bench import FEATURES, BenchOptions
-from nwor_ops.cli.bench_report import OURS
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm import feature_report, plugin
+from nwor_ops.vllm import plugin
 
 ON = ["_prepare_inputs", "_sample", "execute_model", "sample_tokens", "class initialize_kv_cache"]
 OFF = ON[-1:]
@@ -99,13 +96,6 @@ def test_worker_without_the_plugin_is_reported(engines: Engines) -> None:
     result = engines.submit(_report_job, {"VLLM_NWOR_MODE": "cow"}, arguments, True).result()
     assert (result["states"], result["memory"]) == ([], {})
     assert len(result["warnings"]) == 1
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_benchmark_waits_for_its_label(feature: str, tmp_path: Path) -> None:
-    options = BenchOptions(feature, (), tmp_path)
-    label, value = FEATURES[feature].label
-    assert feature_report.switched_on(NworConfig.load({}, options.settings(OURS)))[label] == value
 
 
 @pytest.mark.parametrize(("active", "state"), [("chunk", "chunk"), ("exact", "missing"), (None, "missing")])
