@@ -503,8 +503,10 @@ class DraftCommitManager(Stateful[Layer]):
         """Raise if more drafts of a request are rejected than were planned. The rows of the others would stay."""
         assert self._window is not None
         drafts = self.buffers.draft_start_loc.diff()[: self._num_requests(self._window)]
-        if not isinstance(num_rejected, Tensor) or num_rejected.dim() != 1 or len(num_rejected) < len(drafts):
+        if not isinstance(num_rejected, Tensor) or num_rejected.dtype != torch.int32 or num_rejected.dim() != 1:
             return  # the op refuses it
+        if num_rejected.device != drafts.device or len(num_rejected) < len(drafts):
+            return
         for request in (num_rejected[: len(drafts)] > drafts).nonzero()[:1, 0].tolist():
             raise ValueError(
                 f"commit_rejected: num_rejected must be at most {int(drafts[request])} for request {request}, its "
