@@ -282,6 +282,21 @@ def test_a_compiled_call_outside_a_window_touches_nothing():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("layers", [0, 1])
+def test_cancel_applies_one_chunk(layers):
+    """18 rows are pending. The window would store 16 of them; the others stay pending."""
+    decoding = Decoding(CHUNK_KINDS, chunk=CHUNK, max_window=3)
+    decoding.start(1)
+    for _ in range(6):
+        decoding.window({1: 3}, {1: 3})
+    decoding.begin([1], [3])
+    decoding.forward(list(decoding.kinds)[:layers])
+    decoding.states.cancel()
+    decoding.window({1: 3}, {1: 2})
+    decoding.states.fold(int32(1))
+    decoding.assert_folded(1)
+
+
 # ---------------------------------------------------------------- counters
 
 
