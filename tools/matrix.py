@@ -73,6 +73,7 @@ class Environment:
         shutil.rmtree(self.folder / "dist", ignore_errors=True)
         words = ["setup.py", "-q", "egg_info", "--egg-base", str(self.folder), "build", "--build-base"]
         words += [str(self.folder / "build"), "bdist_wheel", "--dist-dir", str(self.folder / "dist")]
+        cuda = cuda and "+cpu" not in self.version
         self.run(*words, TORCH_CUDA_ARCH_LIST=ARCHITECTURE, NWOR_BUILD_CUDA=str(int(cuda)))
         [wheel] = (self.folder / "dist").glob("*.whl")
         return wheel
