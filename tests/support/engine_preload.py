@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 from collections.abc import Mapping
 from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub reads it: no test needs a network
 
 import numba
 import numpy
