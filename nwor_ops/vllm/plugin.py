@@ -178,19 +178,24 @@ def _warming(original: Callable[..., Any]) -> Callable[..., Any]:
     return warm_up
 
 
+def _warn_of_lost_drafter(worker: Any) -> None:
+    """Level 2 releases all weights. vLLM saves the drafter's only if the configuration names them."""
+    if worker.get_draft_model() is not None and not worker.model_config.sleep_preserve_parameter_names:
+        vllm_logger().warning(
+            "nwor: after sleep level 2, reload_weights loads only the target, and the drafts will be rejected. "
+            "Start with sleep_preserve_parameter_names=['draft.*']"
+        )
+
+
 def _sleeping(sleep: Callable[..., Any]) -> Callable[..., Any]:
     def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
         for owner in (_sessions.get(self.model_runner), recurrent.recurrent_engine_of(self.model_runner)):
             if owner is not None:
                 with Errors(vllm_logger(), "without publishing counters").survived("copying counters failed"):
                     owner.go_to_sleep()
-        level = args[0] if args else kwargs.get("level", 1)
-        has_drafter = getattr(self, "get_draft_model", lambda: None)() is not None
-        if level == 2 and has_drafter and not self.model_config.sleep_preserve_parameter_names:
-            vllm_logger().warning(
-                "nwor: after sleep level 2, reload_weights loads only the target, and the drafts will be rejected. "
-                "Start with sleep_preserve_parameter_names=['draft.*']"
-            )
+        if (args[0] if args else kwargs.get("level")) == 2:
+            with Errors(vllm_logger(), "to sleep").survived("looking for a drafter failed"):
+                _warn_of_lost_drafter(self)
         return sleep(self, *args, **kwargs)
 
     return patched

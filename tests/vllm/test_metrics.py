@@ -297,6 +297,9 @@ def test_sleeping_engine_keeps_its_counts(monkeypatch: pytest.MonkeyPatch, caplo
         def __init__(self, model_runner: Any) -> None:
             self.model_runner = model_runner
 
+        def get_draft_model(self) -> None:
+            return None
+
         @plugin._sleeping
         def sleep(self, level: int) -> str:
             calls.append(f"sleep {level}")
@@ -336,6 +339,12 @@ def test_sleep_that_loses_the_drafter_warns(
     )
     assert plugin._sleeping(lambda self, level=1: level)(worker, level=level) == level
     assert [record.getMessage()[:25] for record in caplog.records] == ["nwor: after sleep level 2"] * warns
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_worker_without_get_draft_model_sleeps(level: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert plugin._sleeping(lambda self, level: level)(SimpleNamespace(model_runner=Runner()), level) == level
+    assert len(caplog.records) == level - 1
 
 
 # ---------------------------------------------------------------- settings reach every process
