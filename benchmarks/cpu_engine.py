@@ -75,16 +75,19 @@ def measure_audit(folder: pathlib.Path, rounds: int = 6) -> list[Row]:
     requests = [Request(prompt, OUTPUT_TOKENS, 0) for prompt in real_model.chats(REAL_PROMPTS[:8])]
     job = make_job(str(real_model.model_folder()), requests, stop_token_ids=[real_model.END])
     del job["engine"]["num_gpu_blocks_override"]
-    engines = {s: EngineProcess(s, job, folder, engine_environment("cow", s == "audit")) for s in ("audit", "none")}
+    engines = {
+        side: EngineProcess(side, job, folder, engine_environment("cow", audit=side == "audit"))
+        for side in ("audit", "none")
+    }
     try:
         for engine in engines.values():
             engine.wait_until_ready()
-        runs = [{s: engine.ask("run") for s, engine in engines.items()} for _ in range(1 + rounds)]  # 1: the warm-up
+        warm_up, *runs = [{side: engine.ask("run") for side, engine in engines.items()} for _ in range(1 + rounds)]
     finally:
         close_all(engines.values())
-    if any(run["audit"]["tokens"] != run["none"]["tokens"] for run in runs):
+    if any(run["audit"]["tokens"] != run["none"]["tokens"] for run in (warm_up, *runs)):
         raise RuntimeError("the audited engine generated different tokens")
-    seconds = {side: [run[side]["seconds"] for run in runs[1:]] for side in engines}
+    seconds = {side: [run[side]["seconds"] for run in runs] for side in engines}
     most = [row("audit_over_none/real", ratios(seconds, "audit", "none"), "ratio", "lower", MOST_AUDITED)]
     return most + [row(f"{side}/real", times, "s", "lower", digits=2) for side, times in seconds.items()]
 

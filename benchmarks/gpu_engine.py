@@ -162,8 +162,8 @@ TINY |= {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 512}
 
 @dataclass(frozen=True)
 class Model:
-    """The configurations of a target and a draft model, vLLM's method, K, the probability that a draft is accepted if
-    the one before it was, and arguments of ``vllm.LLM``."""
+    """A target, vLLM's method and a draft model. ``acceptance`` is the probability that a draft is accepted if the one
+    before it was, ``engine`` has arguments of ``vllm.LLM``."""
 
     shape: dict[str, Any]
     method: str
@@ -191,8 +191,8 @@ def expected_length(num_drafts: int, acceptance: float) -> float:
 
 @dataclass(frozen=True)
 class Side:
-    """How an engine differs from the default one: the variables of nwor_ops, arguments of ``vllm.LLM``, K and method in
-    place of the model's, vLLM's runner, and fields of the speculative configuration."""
+    """How an engine differs from the default one. ``settings`` are variables of nwor_ops, ``engine`` arguments of
+    ``vllm.LLM``, and ``speculation`` fields of its speculative configuration. K and the method replace the model's."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
