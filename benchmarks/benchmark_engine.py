@@ -59,11 +59,6 @@ class TimedEngine:
         gc.freeze()  # exclude the objects of start-up from garbage collection
         self._runs = 0
 
-    def answer(self, line: str) -> dict[str, Any]:
-        command, *numbers = line.split()
-        answer: dict[str, Any] = getattr(self, command)(*map(int, numbers))
-        return answer
-
     def versions(self) -> dict[str, Any]:
         runner = self._llm.collective_rpc(runner_module)[0]
         return {"start_seconds": self._start_seconds, "runner": runner, **self._plugin()}

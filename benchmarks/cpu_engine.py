@@ -35,11 +35,11 @@ LEAST, MOST_AUDITED = 0.97, 3.0
 
 
 class SwitchedEngine(DemoEngine):
-    """The engine of the demo. ``on`` and ``off`` serve all requests with and without NWOR."""
+    """The engine of the demo. ``switched`` serves all requests with NWOR (1) or without (0)."""
 
-    def answer(self, line: str) -> dict[str, Any]:
+    def switched(self, on: int) -> dict[str, Any]:
         worker = self.llm.llm_engine.model_executor.driver_worker.worker
-        begun = switch_transactions(worker, line == "on")
+        begun = switch_transactions(worker, bool(on))
         return self.run() | {"windows": describe_plugin(worker)["windows"] - begun}
 
 
@@ -53,7 +53,7 @@ def measure(name: str, size: Size, rounds: int, folder: pathlib.Path) -> list[Ro
         engine.wait_until_ready()
         for number in range(-1, rounds):  # the first run is the warm-up
             for side in ("off", "on") if number % 2 else ("on", "off"):
-                answers[side].append(engine.ask(side))
+                answers[side].append(engine.ask(f"switched {int(side == 'on')}"))
     finally:
         engine.close()
     if any(a["windows"] for a in answers["off"]) or not all(a["windows"] for a in answers["on"]):

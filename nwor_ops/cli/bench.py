@@ -26,7 +26,7 @@ from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, as_di
 from nwor_ops.cli.check import reasons_of, stopping_if_refused
 from nwor_ops.cli.report import Report, Stopped, check_model, make_folder, plugin_problem, silence_vllm, versions
 from nwor_ops.config import SUGGESTED_ROWS, SWITCH, is_ours
-from nwor_ops.testing.server import STOP_SECONDS, Server, ServerFailed
+from nwor_ops.testing.engine_process import STOP_SECONDS, EngineFailed, Server
 
 START_SECONDS = 3600.0  # a large model may be downloaded and compiled
 WARM_UP_SEEDS = (2**31 - 1, 2**31 - 2)  # no round has them
@@ -164,7 +164,7 @@ def run_bench(options: BenchOptions, report: Report) -> int:
     try:
         with handling(signal.default_int_handler, signal.SIGTERM):
             result, loads = _measure(options, report)
-    except ServerFailed as error:
+    except EngineFailed as error:
         raise Stopped(str(error), Outcome.FAILED) from None
     except KeyboardInterrupt:
         raise Stopped("interrupted; the servers are stopped", Outcome.INTERRUPTED) from None
@@ -243,11 +243,11 @@ def running(options: BenchOptions, memory: Sequence[str], report: Report, *sides
             servers[side] = Server([*options.arguments_of(side), *memory], options.environment(side), log)
             try:
                 servers[side].wait_until_ready(START_SECONDS)
-            except ServerFailed as error:
+            except EngineFailed as error:
                 title = VANILLA if side == VANILLA else options.feature
                 short = memory and "memory" in str(error).lower()
                 more = "; with --restart each side has the whole memory" if short else ""
-                raise ServerFailed(f"{title}: {error}{more}") from None
+                raise EngineFailed(f"{title}: {error}{more}") from None
         yield servers
     except KeyboardInterrupt:
         names = " and ".join(servers)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nwor_ops.testing.server import Server, ServerFailed, error_of
+from nwor_ops.testing.engine_process import EngineFailed, Server, error_of
 
 # The same tokens on both sides, apart from rounding. The user's arguments come after these and override them.
 TRAFFIC = ("--dataset-name", "random", "--random-input-len", "512", "--random-output-len", "256", "--temperature", "0")
@@ -63,7 +63,7 @@ class Client:
         """Send ``prompts`` requests, ``requests`` at a time, to a server with an empty prefix cache.
 
         Raises:
-            ServerFailed: the server ended, or a request failed.
+            EngineFailed: the server ended, or a request failed.
         """
         from vllm.benchmarks import serve
 
@@ -72,10 +72,10 @@ class Client:
                 _empty_prefix_cache(server)
                 measured = serve.main(self._parse(server.port, requests, prompts, seed))
             except (Exception, SystemExit) as error:
-                raise ServerFailed(self._reason(server, f"{type(error).__name__}: {error}")) from error
+                raise EngineFailed(self._reason(server, f"{type(error).__name__}: {error}")) from error
         if measured["failed"] or measured["completed"] != prompts:
             lines = next(filter(None, measured["errors"]), "no reason given").strip().splitlines()
-            raise ServerFailed(self._reason(server, f"{measured['failed']} of {prompts} requests failed: {lines[-1]}"))
+            raise EngineFailed(self._reason(server, f"{measured['failed']} of {prompts} requests failed: {lines[-1]}"))
         return Run(
             prompts=prompts,
             seconds=measured["duration"],

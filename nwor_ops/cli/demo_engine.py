@@ -44,13 +44,11 @@ class DemoEngine:
         cpu = f"{os.cpu_count()} CPU cores ({platform.machine()})"
         return versions() | {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu}
 
-    def answer(self, line: str) -> dict[str, Any]:
-        """Serve all requests. Return their tokens, the audit's counts, and the states of a block at three moments."""
-        served = self.run()
-        return served | ({"audit": self.audit.summary(), "block": self.block.panels} if self.audit else {})
-
     def run(self) -> dict[str, Any]:
-        """Serve all requests, more than may run at a time. Return the tokens of each, and the seconds."""
+        """Serve all requests, more than may run at a time. Return the tokens of each, and the seconds.
+
+        An audited engine adds the audit's counts, and the states of a block at three moments.
+        """
         from vllm import SamplingParams
 
         self.llm.reset_prefix_cache()  # a later run must not reuse the blocks of an earlier one
@@ -63,7 +61,8 @@ class DemoEngine:
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seconds": seconds}
+        audited = {"audit": self.audit.summary(), "block": self.block.panels} if self.audit else {}
+        return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seconds": seconds} | audited
 
 
 class BlockWatch(StepListener):

@@ -17,7 +17,7 @@ from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.gpu import find_gpu
 from nwor_ops.library import STABLE_ABI_TARGET
 from nwor_ops.ops.registry import OPS as REGISTERED
-from nwor_ops.testing.random_windows import run_window
+from nwor_ops.testing.against_oracle import run_window
 from nwor_ops.testing.samples import FAMILIES
 
 ROUNDS, MOST_ROUNDS = 4, 40  # of random windows: until each op of the family was called

@@ -22,8 +22,8 @@ import torch
 import nwor_ops
 from nwor_ops.cli.report import BAD, GOOD, Report, Stopped, make_folder, versions
 from nwor_ops.config import NworConfig, switched_off
+from nwor_ops.testing.against_oracle import run_round
 from nwor_ops.testing.engine_process import CLOSING_SECONDS, EngineFailed, EngineProcess
-from nwor_ops.testing.random_windows import run_round
 
 SHARE_OF_OPS = 0.1  # of the time, if an engine runs too
 SLICE_SECONDS = 60.0  # of the engine's work between two commands

@@ -59,12 +59,6 @@ class AuditedEngine:
     def versions(self) -> dict[str, Any]:
         return versions()
 
-    def answer(self, line: str) -> dict[str, Any]:
-        command, *seconds = line.split()
-        commands: dict[str, Any] = {"start": self.start, "repeat": self.repeat, "serve": self.serve}
-        answer: dict[str, Any] = commands[command](*map(float, seconds))
-        return answer
-
     def start(self) -> dict[str, Any]:
         from vllm.v1.engine.llm_engine import LLMEngine
 

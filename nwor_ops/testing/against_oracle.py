@@ -1,8 +1,14 @@
-"""Run an op and its oracle on copies of the same arguments, and compare results and all memory."""
+"""Run ops and their oracles on copies of the same arguments, and compare results and all memory.
+
+Example:
+    >>> from nwor_ops.testing.against_oracle import run_round
+    >>> sorted(run_round(7, "cpu"))[:2]  # the ops of this round, and the number of their calls
+    ['acceptance_mask', 'acceptance_mask_from_rejected']
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 from typing import Any
 
 import torch
@@ -11,14 +17,35 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from nwor_ops import ops
 from nwor_ops.testing import oracle
-from nwor_ops.testing.layouts import bytes_of, storages, twin
-from nwor_ops.testing.raw_rows import raw
-
-Tolerances = Mapping[str, tuple[float, float]]
+from nwor_ops.testing.layouts import bytes_of, raw, storages, twin
+from nwor_ops.testing.samples import FAMILIES, run
+from nwor_ops.testing.samples.dice import Call, Dice, Tolerances
 
 
 class Mismatch(AssertionError):
     """An op and its oracle differ."""
+
+
+def run_round(seed: int, device: str) -> Counter[str]:
+    """Compare a random window of each family with the oracles, and return the number of calls of each op.
+
+    Raises:
+        Mismatch: an op and its oracle differ.
+        Exception: an op refused its arguments. Its message names the op.
+    """
+    return sum((run_window(family, seed, device) for family in FAMILIES), Counter[str]())
+
+
+def run_window(family: str, seed: int, device: str, num_requests: int | None = None) -> Counter[str]:
+    """Compare a random window of one family with the oracles. See :func:`run_round` and :class:`Dice`.
+
+    Each call continues from the oracle's result of the call before, so the first difference is in the op that is named.
+    """
+
+    def compared(call: Call) -> tuple[Any, ...]:
+        return compare_with_oracle(call.op, call.arguments, device, call.tolerances)[1]
+
+    return Counter(call.op for call in run(FAMILIES[family](Dice(family, seed, 0, num_requests)), compared))
 
 
 def compare_with_oracle(

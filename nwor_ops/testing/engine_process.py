@@ -1,28 +1,34 @@
-"""An engine in a separate process: start it, send it commands, and report why it ended.
+"""vLLM in child processes: engines that take commands, and servers. Start them, stop them, and say why they ended.
 
-A command is a line of the program's stdin. An answer is a line of JSON on its stdout. What the program prints goes to
-a log. :class:`EngineProcess` is the parent's end, and :func:`serve` the program's.
+- :class:`EngineProcess` runs a program that answers lines of its stdin with lines of JSON on its stdout: :func:`serve`.
+- :class:`Server` is ``vllm serve``: ``python -m nwor_ops.testing.engine_process ARGS``. This also runs vLLM's CPU
+  package, whose name the command ``vllm`` does not know.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
 import re
 import selectors
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 from nwor_ops.config import is_ours
-from nwor_ops.testing.server import error_of
 
+PROGRAM = (sys.executable, "-m", "nwor_ops.testing.engine_process")  # of a server
 PATIENCE_SECONDS = 900.0
 # To end after its stdin is closed. vLLM 0.33 on a GPU may need all of it.
 CLOSING_SECONDS = 20.0
@@ -30,10 +36,33 @@ LONGEST_ERROR = 400
 # Make tensor parallelism reduce by NCCL only (with disable_custom_all_reduce). vLLM's other methods use NVLink
 # multicast, which some machines do not permit.
 NCCL_ALONE = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+TAIL_LINES = 15
+STOP_SECONDS = 30
+_POLL_SECONDS = 0.3
+# The last line of a traceback, in a child's log after the process and the place. The last error of a failed start only
+# says that an engine failed; an earlier one says why.
+_ERROR = re.compile(
+    r"^(?:\(.*?pid=\d+\) )?(?:ERROR .*?\] )?"
+    r"((?:\w+\.)*\w*(?:Error|Exception|Unsupported|Interrupt)): (?!Engine core init)(\S.*)$"
+)
+_SEVERAL = re.compile(r"\d+ validation errors? for ")  # pydantic's first line; the next one has the error
 
 
 class EngineFailed(RuntimeError):
-    """An engine ended before it answered. The message has its error and the path of its log."""
+    """An engine or a server ended, or did not answer. The message has its error and the path of its log."""
+
+
+def error_of(log: str) -> str:
+    """Return the first error in the log of a server or an engine, or its last lines."""
+    lines = [line.rstrip() for line in log.splitlines()]
+    for line, following in zip(lines, [*lines[1:], ""], strict=False):
+        if error := _ERROR.search(line):
+            message = following.strip().partition(" [type=")[0] if _SEVERAL.match(error[2]) else error[2]
+            return f"{error[1].rpartition('.')[2]}: {message}"
+    return "\n".join(["the end of its log is", *(f"    {line}" for line in lines[-TAIL_LINES:])])
+
+
+# ---------------------------------------------------------------- engines
 
 
 def engine_environment(mode: str, audit: bool) -> dict[str, str]:
@@ -164,11 +193,8 @@ def close_all(engines: Iterable[EngineProcess]) -> None:
         engine.stdout.close()
 
 
-# ---------------------------------------------------------------- the program
-
-
 def serve(start: Callable[[dict[str, Any]], Any]) -> None:
-    """Start an engine with the job file of the command line, and answer each line of stdin by ``engine.answer(line)``.
+    """Start an engine with the job file of the command line, and answer each line of stdin: a method and numbers.
 
     The first answer is ``{"versions": engine.versions()}``. An error is the last one, after its innermost cause:
     ``{"error": sentence}``.
@@ -179,7 +205,8 @@ def serve(start: Callable[[dict[str, Any]], Any]) -> None:
         engine = start(json.loads(pathlib.Path(sys.argv[1]).read_text()))
         _write(answers, {"versions": engine.versions()})
         for line in sys.stdin:
-            _write(answers, engine.answer(line.strip()))
+            command, *numbers = line.split()
+            _write(answers, getattr(engine, command)(*map(json.loads, numbers)))
     except Exception as error:
         traceback.print_exc()
         cause: BaseException = error
@@ -193,3 +220,131 @@ def serve(start: Callable[[dict[str, Any]], Any]) -> None:
 def _write(answers: TextIO, value: dict[str, Any]) -> None:
     answers.write(json.dumps(value) + "\n")
     answers.flush()
+
+
+# ---------------------------------------------------------------- servers
+
+# Linux assigns ports from 32768 on by default, and vLLM's defaults begin at 29500. Below them no other program takes a
+# port between the search for it and the start of its server.
+FIRST_PORT, PORTS = 20000, 9000
+_port_numbers = itertools.count()
+
+
+def free_port() -> int:
+    """Return a port that is free on every address of this host.
+
+    Two of our processes start their searches at different places, and none returns a port twice.
+    """
+    for number in itertools.islice(_port_numbers, PORTS):
+        port = FIRST_PORT + (os.getpid() * 17 + number) % PORTS
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("", port))
+            return port
+    raise RuntimeError(f"free_port: one of the ports {FIRST_PORT} to {FIRST_PORT + PORTS - 1} must be free")
+
+
+class Server:
+    """One server, in its own session.
+
+    Args:
+        arguments: the arguments of ``vllm serve``. Host and port are added.
+        environment: the complete environment of the process.
+        log: a file for its output.
+        program: the command that runs ``vllm serve``.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: pathlib.Path,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        self.port, self.log_file = free_port(), log
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [*program, *arguments, "--host", "127.0.0.1", "--port", str(self.port)],
+                env=dict(environment),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Wait until the server answers.
+
+        Raises:
+            EngineFailed: it ended, or the time is up.
+        """
+        deadline = time.monotonic() + seconds
+        while self.alive():
+            with contextlib.suppress(OSError, urllib.error.URLError):
+                self.get("/health")
+                return
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"the server did not answer within {seconds:.0f} s (log: {self.log_file})")
+            time.sleep(_POLL_SECONDS)
+        raise EngineFailed(f"the server ended: {error_of(self.log)} (log: {self.log_file})")
+
+    def get(self, path: str, body: dict[str, Any] | None = None, method: str | None = None) -> str:
+        """Return the answer to a request: GET, or POST if there is a body.
+
+        Raises:
+            OSError: the server does not answer, or answers with an error.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        url = f"http://127.0.0.1:{self.port}{path}"
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=120) as response:
+            text: str = response.read().decode()
+        return text
+
+    def metrics(self) -> dict[str, float]:
+        """Return the samples of ``/metrics`` by name, added over all labels."""
+        samples: dict[str, float] = {}
+        for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", self.get("/metrics"), re.MULTILINE):
+            samples[name] = samples.get(name, 0.0) + float(value)
+        return samples
+
+    def stop(self) -> None:
+        """Stop the server as an operator does, and end by force what is left of its processes."""
+        self.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def terminate(self) -> None:
+        """Ask the server to end, without waiting for it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+
+def main() -> None:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.startup import cli_env_setup
+    except ModuleNotFoundError:  # vLLM 0.32
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+
+    cli_env_setup()
+    parser = FlexibleArgumentParser(prog="vllm")
+    serve = ServeSubcommand()
+    serve.subparser_init(parser.add_subparsers(dest="subparser"))
+    arguments = parser.parse_args(["serve", *sys.argv[1:]])
+    serve.validate(arguments)
+    serve.cmd(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 EDGE = 37  # elements of foreign memory before and after the planes; odd, so that planes are misaligned
 
 
@@ -141,6 +142,36 @@ def make_amx_pages(shape: Shape, dtype: torch.dtype, offset: int = 0, seed: int 
     assert shape.key_width == shape.value_width
     pages = make_pages("vec", shape, dtype, offset, seed)
     return Pages(pages.key_caches, pages.value_caches, *amx_offsets(shape.block_size, shape.key_width))
+
+
+# ---------------------------------------------------------------- rows
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same size. An assignment moves bytes, and so preserves NaN payloads."""
+    return tensor.view(_INTEGER[tensor.element_size()])
+
+
+def _row(cache: Tensor, slot: int, page_offsets: Tensor | None) -> tuple[Tensor, Any]:
+    """Return a tensor of integers and an index, which selects one slot of a plane as ``[H, W]``."""
+    block, offset = divmod(slot, cache.shape[1])
+    if page_offsets is None:
+        return raw(cache), (block, offset)
+    heads = torch.arange(cache.shape[2])[:, None] * cache.stride(2)  # the inner order of a page is a table
+    places = cache.storage_offset() + block * cache.stride(0) + heads + page_offsets[offset]
+    size = cache.untyped_storage().nbytes() // cache.element_size()
+    return raw(cache.as_strided((size,), (1,), 0)), (places,)
+
+
+def read_row(cache: Tensor, slot: int, page_offsets: Tensor | None) -> Tensor:
+    """A copy of one slot of a plane: integers [H, W]."""
+    integers, index = _row(cache, slot, page_offsets)
+    return integers[index].clone()
+
+
+def write_row(cache: Tensor, slot: int, row: Tensor, page_offsets: Tensor | None) -> None:
+    integers, index = _row(cache, slot, page_offsets)
+    integers[index] = row
 
 
 # ---------------------------------------------------------------- memory of arguments

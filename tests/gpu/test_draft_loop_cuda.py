@@ -29,7 +29,7 @@ from no_sync import no_waits
 from processes import SUPPORT, environment
 
 from nwor_ops.drafter import GraphKey
-from nwor_ops.testing.ports import free_port
+from nwor_ops.testing.engine_process import free_port
 
 NUM_DRAFTS = (1, 2, 3, 5, 8)
 SIZES = (1, 4, 16, 64)

@@ -11,9 +11,8 @@ from torch.utils._pytree import tree_leaves
 from nwor_ops import ops
 from nwor_ops.ops import registry
 from nwor_ops.testing import samples
-from nwor_ops.testing.against_oracle import Mismatch, compare_with_oracle
+from nwor_ops.testing.against_oracle import Mismatch, compare_with_oracle, run_round, run_window
 from nwor_ops.testing.layouts import surrounded
-from nwor_ops.testing.random_windows import run_round, run_window
 from nwor_ops.testing.samples import FAMILIES, argument_names
 
 OPS = tuple(registry.OPS)

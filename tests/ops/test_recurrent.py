@@ -17,8 +17,8 @@ from tensors import int32
 from nwor_ops import ops
 from nwor_ops.testing import layouts
 from nwor_ops.testing.against_oracle import compare
+from nwor_ops.testing.layouts import raw
 from nwor_ops.testing.oracle import recurrent as oracle
-from nwor_ops.testing.raw_rows import raw
 from nwor_ops.testing.samples import named, with_arguments
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)

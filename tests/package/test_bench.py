@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from nwor_ops.testing.server import Server, ServerFailed, error_of
+from nwor_ops.testing.engine_process import EngineFailed, Server, error_of
 
 pytest.importorskip("rich")
 
@@ -222,7 +222,7 @@ def test_server_that_fails_is_reported(program: str, seconds: float, sentence: s
     log = tmp_path / "server.log"
     server = start(program, log)
     try:
-        with pytest.raises(ServerFailed) as caught:
+        with pytest.raises(EngineFailed) as caught:
             server.wait_until_ready(seconds)
     finally:
         server.stop()
@@ -275,7 +275,7 @@ def test_failed_start_names_its_side(
     program = (sys.executable, "-c", "raise RuntimeError('out of memory')")
     monkeypatch.setattr(bench, "Server", functools.partial(Server, program=program))
     servers = bench.running(BenchOptions("stage", ("MODEL",), tmp_path), memory, Report("bench"), OURS)
-    with pytest.raises(ServerFailed, match=r"^stage: the server ended: RuntimeError: out of memory") as caught, servers:
+    with pytest.raises(EngineFailed, match=r"^stage: the server ended: RuntimeError: out of memory") as caught, servers:
         pass
     assert str(caught.value).endswith("; with --restart each side has the whole memory") is hint
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nwor_ops.testing import engine_process, ports
-from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment
+from nwor_ops.testing import engine_process
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, close_all, engine_environment, free_port
 
 CORE = "(EngineCore pid=7) ERROR 11-26 03:50:31 [core.py:99]"
 CORE_LOG = f"{CORE} Traceback (most recent call last):\n{CORE} torch.OutOfMemoryError: no memory\nRuntimeError: see\n"
@@ -97,9 +97,10 @@ def test_vanilla_environment_has_nothing_of_ours(monkeypatch):
 
 
 def test_taken_port_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = ports.free_port()
-    assert ports.FIRST <= port < 29500  # where vLLM's default ports begin; those of Linux begin at 32768
-    monkeypatch.setattr(ports, "_asked", iter(range((port - ports.FIRST - os.getpid() * 17) % ports.COUNT, 10**6)))
+    port = free_port()
+    assert engine_process.FIRST_PORT <= port < 29500  # where vLLM's default ports begin; those of Linux begin at 32768
+    first = (port - engine_process.FIRST_PORT - os.getpid() * 17) % engine_process.PORTS
+    monkeypatch.setattr(engine_process, "_port_numbers", iter(range(first, 10**6)))
     with socket.socket() as server:
         server.bind(("127.0.0.1", port))  # one address of this host is enough
-        assert ports.free_port() != port
+        assert free_port() != port

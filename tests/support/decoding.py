@@ -9,8 +9,7 @@ from no_sync import guard
 from transactions import KINDS, Request, make_batch, put_rows
 
 from nwor_ops import DraftCommitManager, Layout, num_shadow_blocks
-from nwor_ops.testing.layouts import random_bytes
-from nwor_ops.testing.raw_rows import raw
+from nwor_ops.testing.layouts import random_bytes, raw
 
 REQUESTS, DRAFTS, TOKENS = 4, 4, 40
 ALL = tuple(KINDS)

@@ -46,7 +46,7 @@ from copied_rows import CopiedRows
 from engine_ranks import counters, second_node, serve_ranks
 from prefill_engine import PrefillEngine, transfer_of
 
-from nwor_ops.testing.ports import free_port
+from nwor_ops.testing.engine_process import free_port
 from nwor_ops.vllm.metrics.publisher import PERIOD
 
 MOST_STEPS = 4000

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from nwor_ops.testing.ports import free_port
+from nwor_ops.testing.engine_process import free_port
 
 START_SECONDS = 240
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nwor_ops.testing.ports import free_port
+from nwor_ops.testing.engine_process import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "docs" / "monitoring" / "alerts.yml"

@@ -18,7 +18,7 @@ from typing import Any
 from processes import ROOT
 
 from nwor_ops.config import is_ours
-from nwor_ops.testing import server as serving
+from nwor_ops.testing import engine_process as serving
 from nwor_ops.vllm.metrics.publisher import PERIOD
 
 # What the README's words stand for.
@@ -101,7 +101,7 @@ class Server(serving.Server):
         """
         try:
             self.wait_until_ready(seconds)
-        except serving.ServerFailed as error:
+        except serving.EngineFailed as error:
             raise AssertionError(f"{error}; the end of {self.log_file}:\n{self.log[-4000:]}") from None
         return self
 

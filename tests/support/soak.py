@@ -22,7 +22,7 @@ from typing import Any
 from agreement import check_agreement
 from readme_serve import Server, running
 
-from nwor_ops.testing.server import PROGRAM
+from nwor_ops.testing.engine_process import PROGRAM
 
 VOCABULARY = 64
 TEMPERATURES = (0.0, 0.7, 1.2)

@@ -16,7 +16,7 @@ import readme_serve
 from engines import ENVIRONMENT, NGRAM, model_folder
 from prometheus_client.parser import text_string_to_metric_families
 
-from nwor_ops.testing.server import PROGRAM
+from nwor_ops.testing.engine_process import PROGRAM
 
 
 class Server(readme_serve.Server):

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import DraftCommitManager, LayerCache, Layout, Plane, Window, num_shadow_blocks
-from nwor_ops.testing.layouts import Shape, amx_offsets, make_amx_pages, make_pages, memory, random_bytes, twin
-from nwor_ops.testing.raw_rows import raw
+from nwor_ops.testing.layouts import Shape, amx_offsets, make_amx_pages, make_pages, memory, random_bytes, raw, twin
 
 NUM_SLOTS = 64
 # Layers of one geometry share the table, because its identity is part of the geometry.

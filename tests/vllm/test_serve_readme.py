@@ -12,7 +12,7 @@ from engines import ENVIRONMENT, Engines, run_requests
 from readme_serve import AT_ONCE, MAX_TOKENS, Server, at_once, differing, one_by_one, prompts, readme_commands, running
 from tiny_models import write_served_llama
 
-from nwor_ops.testing.server import PROGRAM
+from nwor_ops.testing.engine_process import PROGRAM
 
 COMMANDS = readme_commands()
 # An audit copies the cache at every step, and a small one makes vLLM preempt requests. A block of a CPU's cache has 128

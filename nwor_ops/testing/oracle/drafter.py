@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from nwor_ops.testing.raw_rows import raw
+from nwor_ops.testing.layouts import raw
 
 PAD = -1
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nwor_ops.testing.layouts import read_row, write_row
 from nwor_ops.testing.oracle.accept import drafts_of_requests, reject_by_counts
-from nwor_ops.testing.raw_rows import read_row, write_row
 
 
 def _planes_of_groups(caches: list[Tensor], planes_per_group: list[int]) -> list[list[Tensor]]:
@@ -110,12 +110,15 @@ def close_window(
 
 
 def close_window_from_rejected(
-    caches, planes_per_group, query_start_loc, draft_start_loc, num_rejected, row_rejected, num_accepted,
-    counters, shadow_blocks, saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping=None,
-    held_slots=None, page_offsets=None,
+    caches,
+    planes_per_group,
+    query_start_loc,
+    draft_start_loc,
+    num_rejected,
+    row_rejected,
+    num_accepted,
+    counters,
+    *rest,
 ) -> None:  # fmt: skip
     reject_by_counts(num_rejected, draft_start_loc, row_rejected, num_accepted, counters)
-    close_window(
-        caches, planes_per_group, query_start_loc, draft_start_loc, row_rejected, shadow_blocks, saved_slots,
-        tail_pages, slot_mappings, block_tables, idx_mapping, held_slots, page_offsets,
-    )  # fmt: skip
+    close_window(caches, planes_per_group, query_start_loc, draft_start_loc, row_rejected, *rest)

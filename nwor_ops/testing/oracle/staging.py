@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nwor_ops.testing.layouts import raw, read_row, write_row
 from nwor_ops.testing.oracle.undo import write_kv
-from nwor_ops.testing.raw_rows import raw, read_row, write_row
 
 
 def stage_kv(key, value, stage_rows, staged_key, staged_value, window_id=None, row_windows=None) -> None:

@@ -10,8 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
+from nwor_ops.testing.layouts import raw, read_row, write_row
 from nwor_ops.testing.oracle.accept import reject_by_counts
-from nwor_ops.testing.raw_rows import raw, read_row, write_row
 
 # ---------------------------------------------------------------- fp8
 
@@ -103,8 +103,7 @@ def restore_slots(
 
 
 def restore_slots_from_rejected(
-    caches, log, row_slots, num_rejected, draft_start_loc, row_rejected, num_accepted, counters,
-    page_offsets=None, window_id=None, row_windows=None, num_rows=None,
-) -> None:  # fmt: skip
+    caches, log, row_slots, num_rejected, draft_start_loc, row_rejected, num_accepted, counters, *rest
+) -> None:
     reject_by_counts(num_rejected, draft_start_loc, row_rejected, num_accepted, counters)
-    restore_slots(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows)
+    restore_slots(caches, log, row_slots, row_rejected, *rest)

@@ -37,22 +37,28 @@ FAMILIES: dict[str, Callable[[Dice], Calls[None]]] = {
 }
 
 
-def replay(window: Calls[None]) -> Iterator[Call]:
-    """Run the oracle in a window, and yield each call with its own memory before it."""
+def run(window: Calls[None], run_call: Callable[[Call], tuple[Any, ...]]) -> Iterator[Call]:
+    """Yield each call of a window after it was run. ``run_call`` returns its arguments after it."""
     after = None
     while True:
         try:
-            call = window.send(after) if after is not None else next(window)
+            call = window.send(after)  # type: ignore[arg-type]  # None starts it
         except StopIteration:
             return
-        yield call._replace(arguments=twin(call.arguments))
-        after = twin(call.arguments)
-        getattr(oracle, call.op)(*after)
+        after = run_call(call)
+        yield call
+
+
+def _after_oracle(call: Call) -> tuple[Any, ...]:
+    after: tuple[Any, ...] = twin(call.arguments)
+    getattr(oracle, call.op)(*after)
+    return after
 
 
 @functools.cache
 def _recorded(family: str, seed: int, data_seed: int = 0) -> tuple[Call, ...]:
-    return tuple(replay(FAMILIES[family](Dice(family, seed, data_seed))))
+    window = FAMILIES[family](Dice(family, seed, data_seed))
+    return tuple(call._replace(arguments=twin(call.arguments)) for call in run(window, _after_oracle))
 
 
 def calls(op: str, count: int = 3, device: str = "cpu", data_seed: int = 0) -> list[tuple[Any, ...]]:

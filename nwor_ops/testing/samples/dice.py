@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from nwor_ops.testing.against_oracle import Tolerances
-from nwor_ops.testing.layouts import random_bytes, surrounded
-from nwor_ops.testing.raw_rows import raw
+from nwor_ops.testing.layouts import random_bytes, raw, surrounded
 
 POISON = 77  # the former contents of outputs
 FLOATS = (torch.float16, torch.bfloat16)
 IDS = (torch.int32, torch.int64)
 COUNTED = (10, 20, 30, 40, 50)  # the former contents of counters
 
+Tolerances = Mapping[str, tuple[float, float]]
 Choice = TypeVar("Choice")
 Result = TypeVar("Result")
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nwor_ops.testing.layouts import LAYOUTS, Pages, Shape, make_amx_pages, make_pages
-from nwor_ops.testing.raw_rows import raw, write_row
+from nwor_ops.testing.layouts import LAYOUTS, Pages, Shape, make_amx_pages, make_pages, raw, write_row
 from nwor_ops.testing.samples.accept import outcome, plan
 from nwor_ops.testing.samples.dice import FLOATS, Call, Calls, Dice, make_batch
 
