@@ -10,6 +10,7 @@ serve``: prefix caching, CUDA graphs, asynchronous scheduling.
     vocabulary        a draft vocabulary of 32,768 rows; vocabulary_N has N rows
     graphs            draft graphs
     cow, stage        the KV transaction
+    audited           all features of the side, audited at every step
     drafts_N          N drafts per step; 0: no speculation
     bfloat16          bfloat16 recurrent states
     no_prefix         no prefix caching
@@ -220,6 +221,7 @@ WORDS = {
     "graphs": Side({"VLLM_NWOR_DRAFT_GRAPHS": "1"}),
     "cow": Side({"VLLM_NWOR_MODE": "cow"}),
     "stage": Side({"VLLM_NWOR_MODE": "stage"}),
+    "audited": Side({"VLLM_NWOR_AUDIT": "1"}),
     "bfloat16": Side(engine={"mamba_ssm_cache_dtype": "bfloat16"}),
     "no_prefix": Side(engine={"enable_prefix_caching": False}),
     "triton": Side(engine={"gdn_prefill_backend": "triton"}),
