@@ -15,7 +15,6 @@ import json
 import logging
 import random
 from collections import Counter
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,11 +247,10 @@ def with_graphs(side: Side) -> Any:
         cudagraph_dispatcher=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         input_batch=SimpleNamespace(block_table=[SimpleNamespace(block_table=SimpleNamespace(gpu=side.block_table))]),
         capture_model=lambda: 0,
-        _freeze_gc=nullcontext,
     )
-    proposer: Any = GraphedProposer(runner, None, logging.getLogger("nwor"))  # type: ignore[arg-type]
+    proposer: Any = GraphedProposer(runner, logging.getLogger("nwor"))
     proposer.graphs.loop.__class__ = HostLoop
-    keys = [GraphKey(count, length) for count in PADDED for length in (1, proposer.query_len)]
+    keys = [GraphKey(count, length) for count in PADDED for length in (1, *proposer._first_pass_lengths)]
     proposer.graphs.keys = {proposer.num_drafts: keys}
     return proposer
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +19,7 @@ from engines import Engines, prompts
 from processes import interpreted
 
 from nwor_ops.vllm.draft_graphs import plugin as draft_graphs
-from nwor_ops.vllm.draft_graphs.graphs import (
-    DUMMY_RUN,
-    FAILED,
-    MIXED,
-    TOO_LARGE,
-    GraphedDrafter,
-)
+from nwor_ops.vllm.draft_graphs.graphs import DUMMY_RUN, FAILED, MIXED, TOO_LARGE
 from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode
 from nwor_ops.vllm.errors import Errors
 from nwor_ops.vllm.hooks import check_vllm
@@ -248,7 +241,6 @@ def make_runner(drafter: Any, **changes: Any) -> Any:
         drafter=drafter,
         cudagraph_dispatcher=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         input_batch=SimpleNamespace(block_table=[table]),
-        _freeze_gc=nullcontext,
     )
     vars(runner).update(changes)
     return runner
@@ -345,7 +337,7 @@ def test_new_cache_gets_a_new_loop() -> None:
     runner = make_runner(drafter)
     attach(runner)
     first = proposer_of(runner)
-    assert first.report()["captured"] == {"first_pass": [], "decode": []}
+    assert first.report()["captured"] == {}
     assert [(patch.owner is drafter, patch.name) for patch in first.patches] == [
         (True, "propose"),
         (False, "capture_model"),
@@ -403,6 +395,7 @@ def capture_keys(schedule: list[int], sizes: list[int], tokens: int) -> dict[int
     speculator = SimpleNamespace(
         vllm_config=SimpleNamespace(compilation_config=config),
         drafts_by_requests=schedule,
+        extra_tokens=1,
         max_num_reqs=len(schedule) - 1,
         max_num_tokens=tokens,
     )
@@ -469,11 +462,11 @@ def test_captured_keys_of_a_proposer() -> None:
 @pytest.mark.parametrize("is_v2", [True, False])
 def test_runner_publishes_its_drafters_counts(is_v2: bool, monkeypatch: Any) -> None:
     """V2's speculator is our object. V1's drafter is vLLM's, and our object has it."""
+    from nwor_ops.vllm.draft_graphs.proposer import GraphedProposer
+    from nwor_ops.vllm.draft_graphs.speculator import GraphedDraftModelSpeculator
 
-    class Drafter(GraphedDrafter):
-        capture_keys = _why_eager = _draft = None  # type: ignore[assignment]
-
-    drafter: Any = Drafter()
+    class_: Any = GraphedDraftModelSpeculator if is_v2 else GraphedProposer
+    drafter = class_.__new__(class_)
     drafter.errors, drafter.graphs = Errors(LOGGER, ""), None
     drafter._eager = Counter({"mixed": 2, DUMMY_RUN: 5})
     monkeypatch.setattr(draft_graphs, "_drafters", [drafter])

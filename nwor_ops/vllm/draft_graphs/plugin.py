@@ -2,17 +2,16 @@
 
 vLLM's V2 runner creates its speculator by calling ``init_speculator``, which is patched to return ours. The V1 runner
 creates its drafter itself. After its cache is bound, ``propose`` of that drafter and ``capture_model`` of the runner
-are replaced. ``speculator``, ``proposer`` and ``metadata`` import vLLM, so they are imported with the first drafter.
+are replaced. ``speculator`` and ``proposer`` import vLLM, so they are imported with the first drafter.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nwor_ops.config import NworConfig
+from nwor_ops.vllm.draft_graphs.supported import refuse
 from nwor_ops.vllm.environment import settings_of, vllm_logger
 from nwor_ops.vllm.hooks import Hook, check_library, check_vllm
 from nwor_ops.vllm.support.features import DRAFT_GRAPHS
@@ -49,7 +48,6 @@ V2_HOOKS = (
         "num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, dp_sync_state, dummy_run, "
         "skip_attn_for_dummy_run, mm_inputs, is_profile, num_speculative_tokens",
         _prefill="input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp",
-        _multi_step_decode="input_batch, num_rejected, num_reqs, skip_attn, num_tokens_across_dp",
         _run_model="input_ids, positions, attn_metadata, slot_mappings, num_tokens_across_dp",
     ),
     *_methods(
@@ -67,7 +65,7 @@ V2_HOOKS = (
 )
 # vLLM functions that the proposer replaces or calls.
 V1_HOOKS = (
-    *_methods(V1_RUNNER_MODULE, "GPUModelRunner", capture_model="", _freeze_gc=""),
+    *_methods(V1_RUNNER_MODULE, "GPUModelRunner", capture_model=""),
     *_methods(
         "vllm.v1.spec_decode.llm_base_proposer",
         "SpecDecodeBaseProposer",
@@ -98,8 +96,8 @@ def draft_graph_reports() -> list[dict[str, Any]]:
     Returns:
         For each engine a dict:
 
-        - ``captured``: request counts that have a graph, by pass (``"first_pass"``, ``"decode"``);
-          ``captured_by_drafts``: the same by number of drafts, which has several entries if that number is dynamic.
+        - ``captured``: request counts that have a graph, by number of drafts (several if that number is dynamic) and
+          by pass (``"first_pass"``, ``"decode"``).
         - ``capture_seconds``, ``capture_bytes``: time and GPU memory of the allocator that capturing took. The driver
           keeps further memory per graph.
         - ``replays``: number of passes that ran from graphs, by pass.
@@ -130,14 +128,6 @@ def counts(runner: Any) -> dict[str, float]:
     return {} if drafter is None else drafter.counts()
 
 
-# ---------------------------------------------------------------- refusals
-
-
-def refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
-    """Stop the engine with the reason. If the settings ask for it, log a warning instead and use vLLM's own drafter."""
-    error.refuse(DRAFT_GRAPHS, config.strict, logger, "draft graphs were asked for", "without them")
-
-
 # ---------------------------------------------------------------- patches
 
 
@@ -145,28 +135,16 @@ def creating(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a patch of ``init_speculator``: it creates our speculator if its engine's configuration asks for it."""
 
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
-        speculator = _own_speculator(vllm_config, device, req_states, vllm_logger())
-        return speculator if speculator is not None else original(vllm_config, device, req_states)
+        logger = vllm_logger()
+        if not settings_of(vllm_config).draft_graphs or not _may_have_graphs(vllm_config, device, logger):
+            return original(vllm_config, device, req_states)
+        from nwor_ops.vllm.draft_graphs.speculator import GraphedDraftModelSpeculator
+
+        speculator = GraphedDraftModelSpeculator(vllm_config, device, req_states.last_sampled_tokens, logger)
+        _drafters.add(speculator)
+        return speculator
 
     return init_speculator
-
-
-def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any) -> Any:
-    """Create our speculator. Return None if it is not asked for, or refused with a warning."""
-    config = settings_of(vllm_config)
-    if not config.draft_graphs or not _may_have_graphs(config, vllm_config, device, logger):
-        return None
-    from nwor_ops.vllm.draft_graphs.speculator import GraphedDraftModelSpeculator
-
-    speculator = GraphedDraftModelSpeculator(
-        vllm_config,
-        device,
-        req_states.last_sampled_tokens,
-        functools.partial(refuse, config, logger=logger),
-        logger,
-    )
-    _drafters.add(speculator)
-    return speculator
 
 
 def attach(runner: Any, module: str, logger: Any) -> None:
@@ -180,7 +158,7 @@ def attach(runner: Any, module: str, logger: Any) -> None:
     if runner.speculative_config is None:
         logger.info("nwor: draft graphs: not active: the engine does not speculate")
         return
-    if module != V1_RUNNER_MODULE or not _may_have_graphs(config, runner.vllm_config, runner.device, logger):
+    if module != V1_RUNNER_MODULE or not _may_have_graphs(runner.vllm_config, runner.device, logger):
         return
     from nwor_ops.vllm.draft_graphs.proposer import GraphedProposer
 
@@ -188,7 +166,7 @@ def attach(runner: Any, module: str, logger: Any) -> None:
         old.detach()
         _drafters.discard(old)
     try:
-        _drafters.add(GraphedProposer(runner, functools.partial(refuse, config, logger=logger), logger))
+        _drafters.add(GraphedProposer(runner, logger))
     except Unsupported as error:
         refuse(config, error, logger)
 
@@ -200,12 +178,12 @@ def checks_of(vllm_config: Any, device_type: str) -> Iterator[Check]:
     yield lambda: check_library("cuda")
 
 
-def _may_have_graphs(config: NworConfig, vllm_config: Any, device: Any, logger: Any) -> bool:
+def _may_have_graphs(vllm_config: Any, device: Any, logger: Any) -> bool:
     """Return whether the engine's configuration permits draft graphs; otherwise refuse them."""
     try:
         for check in checks_of(vllm_config, device.type):
             check()
     except Unsupported as error:
-        refuse(config, error, logger)
+        refuse(settings_of(vllm_config), error, logger)
         return False
     return True

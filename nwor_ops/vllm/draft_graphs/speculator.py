@@ -9,41 +9,28 @@ rejections lie in the runner's persistent buffers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from vllm.compilation.cudagraph_pool import capture_pool
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, GraphKey
-from nwor_ops.vllm.draft_graphs.graphs import (
-    DUMMY_RUN,
-    MIXED,
-    TOO_LARGE,
-    TOO_MANY_TOKENS,
-    GraphedDrafter,
-    LoopGraphs,
-    Refuse,
-    captured_counts,
-)
-from nwor_ops.vllm.draft_graphs.metadata import LayerMetadata, VllmDraftMetadata
-from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode
+from nwor_ops.vllm.draft_graphs.graphs import DUMMY_RUN, TOO_LARGE, GraphedDrafter, LayerMetadata, LoopGraphs
+from nwor_ops.vllm.draft_graphs.supported import check_attention, check_graph_mode, refuse
+from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.support.refusals import Unsupported
 
 _INPUTS = tuple(inspect.signature(StandaloneARSpeculator.propose).parameters)[1:]  # without self
-
-
-def _padded(counts: Iterable[int], batches: Iterable[int]) -> list[int]:
-    """Return the counts to which batches of these sizes are padded, largest first. Batches larger than every count are
-    left out."""
-    holding = ([count for count in counts if count >= requests] for requests in batches)
-    return sorted({min(large) for large in holding if large}, reverse=True)
 
 
 class DraftGraphManager(LoopGraphs, CudaGraphManager):
@@ -78,50 +65,24 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         vllm_config: the engine's configuration.
         device: device of the drafter.
         last_sampled: int64 ``[max_num_reqs, 1]``, by request-state index. The runner's buffer, at its fixed address.
-        refuse: called if graphs turn out to be impossible. It raises, or returns to continue without graphs.
         logger: vLLM's logger.
     """
 
-    def __init__(
-        self, vllm_config: Any, device: torch.device, last_sampled: Tensor, refuse: Refuse, logger: Any
-    ) -> None:
+    extra_tokens = 1  # the target's own token
+
+    def __init__(self, vllm_config: Any, device: torch.device, last_sampled: Tensor, logger: Any) -> None:
         super().__init__(vllm_config, device)
-        self._set_up(vllm_config, refuse, logger)
+        most, schedule = self.num_speculative_steps, self.speculative_config.num_speculative_tokens_per_batch_size
+        lookup = None if schedule is None else build_dynamic_sd_schedule_lookup(schedule, self.max_num_reqs, most)
+        self._set_up(most, lookup, logger)
         self.last_sampled = last_sampled.view(-1)
         self.num_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
-        # Lengths that include the target's own token, which the expansion inserted. Not clamped to the model's limit.
-        self._expanded_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self.first_pass_lens = torch.zeros_like(self.num_rejected)
+        self.first_pass_positions = self.expanded_positions
         # vLLM writes the keys of rejected tokens too; later passes overwrite them before they are read.
         self._none, self._is_rejected, self._is_masked = torch.zeros(
             3, self.expanded_input_ids.shape[0], dtype=torch.bool, device=device
         ).unbind()
-        self.drafts_by_requests = self._schedule()
-        self._numbers_of_drafts = set(self.drafts_by_requests[1:])
-
-    # ------------------------------------------------------------ set up
-
-    def _schedule(self) -> list[int]:
-        """Return the number of drafts by the number of requests in the batch. It is always K unless dynamic. Entry 0 is
-        unused."""
-        most = self.num_speculative_steps
-        schedule = self.speculative_config.num_speculative_tokens_per_batch_size
-        if schedule is None:
-            return [most] * (self.max_num_reqs + 1)
-        return build_dynamic_sd_schedule_lookup(schedule, self.max_num_reqs, most)
-
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Start without graphs, because a new cache was bound. vLLM has called ``set_attn``."""
-        self.graphs = None
-        try:
-            check_attention(self.attn_groups)
-            check_graph_mode(cudagraph_mode)
-        except Unsupported as error:
-            self._refuse(error)
-        else:
-            self.graphs = DraftGraphManager(self.vllm_config, self.device, cudagraph_mode, self.make_loop)
-
-    def make_loop(self, pool: Any = None) -> DraftLoop:
-        """Create the draft loop over vLLM's buffers. It holds no graphs yet."""
         self.buffers = DraftBuffers(
             input_ids=self.input_buffers.input_ids,
             positions=self.input_buffers.positions,
@@ -131,51 +92,25 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             draft_tokens=self.draft_tokens,
             current_draft_step=self.current_draft_step,
         )
-        return DraftLoop(
-            self._forward,
-            lambda key, output: self.sample_rows(key.num_reqs, output, self.input_buffers.positions[: key.num_reqs]),
-            self.buffers,
-            VllmDraftMetadata(self),
-            self.num_speculative_steps,
-            self.max_model_len,
-            first_pass=self,
-            pool=pool,
-        )
 
-    def capture_keys(self) -> dict[int, list[GraphKey]]:
-        """Return the keys to capture, by number of drafts: first passes over that number, and loops that make that
-        number.
-
-        The request counts are those of the target's graphs. A first pass needs no more requests than a batch with that
-        number of drafts may have. A loop needs only the counts to which batches of its number of drafts are padded.
-        """
-        schedule = self.drafts_by_requests
-        batches: dict[int, list[int]] = {}
-        for requests, drafts in enumerate(schedule[1:], 1):
-            batches.setdefault(drafts, []).append(requests)
-        counts = {drafts: captured_counts(self.vllm_config, drafts + 1, self.max_num_reqs) for drafts in batches}
-        every = set().union(*counts.values())
-        keys = {}
-        for drafts, requests_of_them in batches.items():
-            length = drafts + 2
-            keys[drafts] = [
-                GraphKey(count, length)
-                for count in _padded(counts[drafts], range(1, requests_of_them[-1] + 1))
-                # The compiled model takes at most max_num_batched_tokens.
-                if count * length <= self.max_num_tokens
-            ]
-            if drafts > 1:
-                keys[drafts] += [GraphKey(count) for count in _padded(every, requests_of_them)]
-        return {drafts: group for drafts, group in sorted(keys.items(), reverse=True) if group}
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Start without graphs, because a new cache was bound. vLLM has called ``set_attn``."""
+        self.graphs = None
+        try:
+            check_attention(self.attn_groups)
+            check_graph_mode(cudagraph_mode)
+        except Unsupported as error:
+            refuse(settings_of(self.vllm_config), error, self._logger)
+        else:
+            self.graphs = DraftGraphManager(self.vllm_config, self.device, cudagraph_mode, self.make_loop)
 
     def capture(self) -> None:
         """Capture the graphs. vLLM calls this after it captured the target's."""
-        self.capture_graphs(self.vllm_config, self.num_speculative_steps)
+        self.capture_graphs()
 
     # ------------------------------------------------------------ the captured bodies
 
     def _forward(self, key: GraphKey, metadata: LayerMetadata) -> Tensor:
-        """Run the model as vLLM's drafter does: compiled, and without vLLM's graphs."""
         if key.query_len > 1:
             ids, positions = self.expanded_input_ids, self.expanded_positions
         else:
@@ -184,7 +119,6 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         return self._run_model(ids[:tokens], positions[:tokens], metadata.attention, metadata.slot_mappings, None)
 
     def sample_rows(self, rows: int, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        """Sample with vLLM's function: int64 ``[rows]``. Rows without a request get an arbitrary token."""
         return self.sample_draft(
             hidden_states[:rows],
             positions,
@@ -195,14 +129,37 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             self.draft_logits,
         )
 
-    def start_decode(self, rows: int) -> None:
-        """Write the inputs of the decode loop after the first pass, whichever code ran it. Padded rows become inert."""
-        if self.num_speculative_steps == 1:
-            return
-        positions = self.input_buffers.positions[:rows]
-        torch.index_select(self.expanded_positions, 0, self.last_token_indices[:rows], out=positions)
-        torch.add(self.target_input_buffers.seq_lens[:rows], 1, out=self._expanded_lens[:rows])
-        self._prepare_decode(rows, self._expanded_lens, self.max_model_len)
+    def _groups(self) -> Iterator[tuple[Any, Tensor]]:
+        for groups in self.attn_groups:
+            for group in groups:
+                yield group, self.block_tables.input_block_tables[group.kv_cache_group_id]
+
+    def build(self, key: GraphKey, num_reqs: int, step: int, capturing: bool = False) -> LayerMetadata:
+        rows, tokens = key.num_reqs, key.num_tokens
+        slots = self._write_slots(rows) if key.query_len == 1 else self.expanded_slot_mappings[:, :tokens]
+        attention: Any = self._build_attn_metadata(
+            num_reqs=rows,
+            batch_desc=BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.FULL,  # in vLLM this means that attention sees every row, padded ones too
+                num_tokens=tokens,
+                num_reqs=rows,
+                uniform_token_count=key.query_len,
+            ),
+            query_start_loc_np=numpy.arange(rows + 1, dtype=numpy.int32) * key.query_len,
+            # An upper bound for any batch: vLLM adds to it and clamps it to the model's limit.
+            seq_lens_cpu_upper_bound=torch.full((rows,), self.max_model_len, dtype=torch.int32, device="cpu"),
+            step=step,
+            slot_mappings=slots,
+        )
+        return LayerMetadata(attention, build_slot_mappings_by_layer(slots, self.kv_cache_config))
+
+    def _write_slots(self, rows: int) -> Tensor:
+        """Return int64 ``[groups, rows]``, in the runner's buffer as in vLLM's drafter: the target no longer needs
+        it."""
+        buffers = self.input_buffers
+        return self.block_tables.compute_slot_mappings(
+            self.idx_mapping[:rows], buffers.query_start_loc[: rows + 1], buffers.positions[:rows], rows
+        )
 
     def expand(self, key: GraphKey) -> None:
         """Write the tokens of the first pass: accepted tokens, the target's own token, and rejected tokens."""
@@ -222,7 +179,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             max_model_len=self.max_model_len,
             idx_mapping=idx_mapping,
         )
-        for group in sorted({group.kv_cache_group_id for groups in self.attn_groups for group in groups}):
+        for group in sorted({group.kv_cache_group_id for group, _ in self._groups()}):
             ops.extend_queries(
                 target.query_start_loc,
                 target.seq_lens[:rows],
@@ -237,11 +194,9 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
                 idx_mapping=idx_mapping,
             )
 
-    def finish(self, key: GraphKey, output: Tensor, next_hidden: Tensor | None) -> None:
-        """Sample draft 0 and write the inputs of the decode loop."""
-        rows, last = key.num_reqs, self.last_token_indices[: key.num_reqs]
-        self.draft_tokens[:rows, 0] = self.sample_rows(rows, output[last], self.expanded_positions[last])
-        self.start_decode(rows)
+    def start_decode(self, rows: int, positions: Tensor, hidden_states: Tensor | None = None) -> None:
+        torch.add(self.target_input_buffers.seq_lens[:rows], self.extra_tokens, out=self.first_pass_lens[:rows])
+        super().start_decode(rows, positions, hidden_states)
 
     # ------------------------------------------------------------ a step
 
@@ -252,6 +207,24 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         """
         return self.draft(super().propose, dict(zip(_INPUTS, args, strict=False)) | kwargs)
 
+    def _why_eager(  # type: ignore[override]
+        self,
+        *,
+        input_batch: Any,
+        dummy_run: bool = False,
+        is_profile: bool = False,
+        num_speculative_tokens: int = 0,
+        **inputs: Any,
+    ) -> str | None:
+        rows, drafts = input_batch.num_reqs, num_speculative_tokens
+        if dummy_run or is_profile:
+            return DUMMY_RUN
+        if rows > self.graphs.most_requests:
+            return TOO_LARGE
+        if drafts > 1 and self.graphs.loop.dispatch(rows, num_drafts=drafts).mode == "eager":
+            return "a number of drafts without a graph for so many requests"
+        return None
+
     def _draft(  # type: ignore[override]
         self,
         *,
@@ -260,35 +233,24 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         last_sampled: Tensor,
         temperature: Tensor,
         seeds: Tensor,
-        num_speculative_tokens: int | None = None,
+        num_speculative_tokens: int,
         **inputs: Any,
     ) -> Tensor:
-        rows, drafts = input_batch.num_reqs, self._num_drafts(num_speculative_tokens)
+        loop, rows, drafts = self.graphs.loop, input_batch.num_reqs, num_speculative_tokens
         self._copy_inputs(rows, input_batch.idx_mapping, num_rejected, temperature, seeds)
-        self._run_first_pass(input_batch, num_rejected, last_sampled, rows, drafts)
-        return self._run_decode_loop(rows, drafts)
-
-    def _num_drafts(self, num_speculative_tokens: int | None) -> int:
-        most: int = self.num_speculative_steps
-        return most if num_speculative_tokens is None else min(num_speculative_tokens, most)
-
-    def _why_eager(  # type: ignore[override]
-        self,
-        *,
-        input_batch: Any,
-        dummy_run: bool = False,
-        is_profile: bool = False,
-        num_speculative_tokens: int | None = None,
-        **inputs: Any,
-    ) -> str | None:
-        if dummy_run or is_profile:
-            return DUMMY_RUN
-        if input_batch.num_reqs > self.graphs.most_requests:
-            return TOO_LARGE
-        drafts = self._num_drafts(num_speculative_tokens)
-        if drafts > 1 and self.graphs.loop.dispatch(input_batch.num_reqs, num_drafts=drafts).mode == "eager":
-            return "a number of drafts without a graph for so many requests"
-        return None
+        query_len = self._uniform_length(input_batch)
+        why_eager = self._why_eager_first_pass(rows, query_len)
+        if why_eager is None:
+            loop.run_first_pass(rows, query_len)
+        else:
+            self._eager[why_eager] += 1
+            self._prefill(input_batch, num_rejected, last_sampled, rows, False, None)
+            if drafts > 1:
+                padded = loop.dispatch(rows, num_drafts=drafts).key.num_reqs
+                self.start_decode(padded, self.expanded_positions[self.last_token_indices[:padded]])
+        if drafts > 1:
+            loop.run(rows, inert_tails=True, num_drafts=drafts)
+        return self.draft_tokens[:rows]
 
     def _copy_inputs(
         self, rows: int, idx_mapping: Tensor, num_rejected: Tensor, temperature: Tensor, seeds: Tensor
@@ -301,36 +263,13 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         self.idx_mapping[rows:].fill_(-1)
         self.num_rejected[:rows].copy_(num_rejected)
 
-    def _run_first_pass(
-        self, input_batch: Any, num_rejected: Tensor, last_sampled: Tensor, rows: int, drafts: int
-    ) -> None:
-        loop, query_len = self.graphs.loop, self._uniform_length(input_batch) + 1
-        why_eager = None
-        if query_len - 2 not in self._numbers_of_drafts:
-            why_eager = MIXED
-        elif loop.dispatch(rows, query_len).mode == "eager":
-            why_eager = TOO_MANY_TOKENS
-        if why_eager is None:
-            loop.run_first_pass(rows, query_len)
-            return
-        self._eager[why_eager] += 1
-        self._prefill(input_batch, num_rejected, last_sampled, rows, False, None)
-        if drafts > 1:
-            self.start_decode(loop.dispatch(rows, num_drafts=drafts).key.num_reqs)
-
-    def _run_decode_loop(self, rows: int, drafts: int) -> Tensor:
-        """Return all K columns, of which the runner uses ``drafts``."""
-        if drafts > 1:
-            self.graphs.loop.run(rows, inert_tails=True, num_drafts=drafts)
-        return self.draft_tokens[:rows]
-
-    @staticmethod
-    def _uniform_length(input_batch: Any) -> int:
-        """Return the tokens per request if all requests have the same number and none is in its prompt; otherwise 0."""
+    def _uniform_length(self, input_batch: Any) -> int:
+        """Return the tokens per request in the first pass if all requests have the same number and none is in its
+        prompt; otherwise 0."""
         length: int = input_batch.num_tokens // input_batch.num_reqs
         uniform = (
             input_batch.decode_graph_eligible
             and input_batch.num_tokens == input_batch.num_reqs * length
             and int(input_batch.num_scheduled_tokens.max()) == length
         )
-        return length if uniform else 0
+        return length + self.extra_tokens if uniform else 0

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from nwor_ops.vllm.support.features import DRAFT_BACK_ENDS, DRAFT_CACHE_SPECS
+from nwor_ops.config import NworConfig
+from nwor_ops.vllm.support.features import DRAFT_BACK_ENDS, DRAFT_CACHE_SPECS, DRAFT_GRAPHS
 from nwor_ops.vllm.support.refusals import GRAPH_MODE, Unsupported
+
+
+def refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
+    """Stop the engine with the reason. If the settings ask for it, log a warning instead and use vLLM's own drafter."""
+    error.refuse(DRAFT_GRAPHS, config.strict, logger, "draft graphs were asked for", "without them")
 
 
 def check_attention(attn_groups: Iterable[Iterable[Any]]) -> None:
