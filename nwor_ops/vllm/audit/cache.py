@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.vllm.audit.watch import REST_BYTES, Pages, RecurrentGroup, WatchedStorage
+from nwor_ops.vllm.audit.watch import REST_BYTES, Pages, RecurrentGroup, WatchedStorage, bytes_of
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.layers.target import TargetLayer, elements, positions, same_place
 
@@ -72,12 +72,17 @@ class _Recorder:
 
 @dataclass
 class AuditedStep:
-    """The data of a step. ``touched`` has the slots of drafts that the forward changed, by group."""
+    """The data of a step."""
 
     query_start_loc: list[int]
     num_draft_tokens: list[int]
     slot_mappings: dict[str, Tensor]
-    touched: dict[str, set[int]] = field(default_factory=dict)
+    before_load: dict[int, Tensor] = field(default_factory=dict)  # the watched bytes, by address of the storage
+    touched: dict[str, set[int]] = field(default_factory=dict)  # slots of drafts that the forward changed, by group
+    # The slot of each token of the open window, by group: in a shadow page if the token was redirected.
+    redirected: dict[str, Tensor] = field(default_factory=dict)
+    # The rows at these slots after the forward, by plane, of layers whose own writer was never called.
+    forwarded: dict[str, list[Tensor]] | None = None
 
     def drafts(self, request: int) -> range:
         """Return the draft tokens of a request."""
@@ -88,9 +93,16 @@ class AuditedStep:
     def draft_tokens(self) -> list[int]:
         return [token for request in range(len(self.num_draft_tokens)) for token in self.drafts(request)]
 
-    def slots_of(self, group: str, tokens: Sequence[int]) -> list[int]:
-        """Return the slots of some tokens, without those that have none."""
-        return [slot for slot in self.slot_mappings[group][list(tokens)].tolist() if slot >= 0]
+    def slots_of(self, group: str, tokens: Sequence[int]) -> Tensor:
+        """Return the slots of some tokens, without those that have none: int64 on the CPU."""
+        slots = self.slot_mappings[group][list(tokens)]
+        return slots[slots >= 0]
+
+
+def _differ(rows: list[Tensor], others: list[Tensor]) -> Tensor:
+    """Return which rows of two lists of planes differ, bool ``[slots]`` on the CPU."""
+    pairs = zip(rows, others, strict=True)
+    return torch.stack([(some != other).flatten(1).any(1) for some, other in pairs]).any(0).cpu()
 
 
 def listed(slots: list[int], slot_mapping: Tensor) -> str:
@@ -134,11 +146,6 @@ class CacheAudit(StepListener):
         self._max_num_tokens = max_num_tokens
         self._recorders: dict[str, _Recorder] = {}
         self._step: AuditedStep | None = None
-        self._loading: dict[int, Tensor] = {}  # the watched bytes before a load
-        # The slot of each token of the open window, per group: in a shadow page if the token was redirected.
-        self._redirected: dict[str, Tensor] = {}
-        # The rows at these slots after the forward, by plane, of layers whose own writer was never called.
-        self._forwarded: dict[str, list[Tensor]] | None = None
         self._totals = AuditSummary()
         self._block_sizes = {layer.group: layer.cache.planes[0].view.shape[1] for layer in layers}
         slots = {layer.group: layer.cache.num_slots for layer in layers}
@@ -160,7 +167,6 @@ class CacheAudit(StepListener):
         starts = [int(start) for start in query_start_loc]
         slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
         self._step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots)
-        self._redirected, self._forwarded = {}, None
         recurrent = [group.blocks() for group in self._recurrent]
         written = {group: (own[own >= 0] // self._block_sizes[group]).unique() for group, own in slots.items()}
         owned = None
@@ -168,29 +174,34 @@ class CacheAudit(StepListener):
             lens = seq_lens[: len(starts) - 1].tolist()
             owned = {group: self._blocks(group, table, lens) for group, table in block_tables.items()}
         for address, watched in self._watched.items():
-            states = (group.pages(own, address) for group, own in zip(self._recurrent, recurrent, strict=True))
-            watched.watch(itertools.chain(self._pages(watched, owned or written), *states))
+            states = [
+                (state, blocks)
+                for group, blocks in zip(self._recurrent, recurrent, strict=True)
+                for state in group.states
+                if state.untyped_storage().data_ptr() == address
+            ]
+            watched.watch(itertools.chain(self._pages(watched, owned or written), itertools.starmap(Pages, states)))
             watched.expect(watched.read())
-            self._leave_out(address, owned, recurrent)
+            watched.left_out = self._left_out(watched, owned, states)
 
     def loading(self) -> None:
         """Copy the cache before a KV connector loads rows or waits for them."""
-        open_step = self._step is not None
-        self._loading = {address: watched.read().clone() for address, watched in self._watched.items() if open_step}
+        if self._step is not None:
+            self._step.before_load = {address: watched.read().clone() for address, watched in self._watched.items()}
 
     def loaded(self) -> None:
         """Expect the bytes that changed since :meth:`loading`, except in slots of drafts, which are never loaded."""
-        step, before = self._step, self._loading
-        self._loading = {}
+        step = self._step
         if step is None:
             return
         drafts = {group: step.slots_of(group, step.draft_tokens) for group in step.slot_mappings}
-        for address, values in before.items():
+        for address, before in step.before_load.items():
             watched = self._watched[address]
             present = watched.read()
-            changed = present != values
+            changed = watched.marks(present != before)
             self._take_slots(watched, changed, drafts)
-            watched.expect(torch.where(changed, present, watched.read(watched.image)))
+            watched.expect(torch.where(watched.marked(changed), present, watched.read(watched.image)))
+        step.before_load = {}
 
     def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
         """Check that every draft of the window was redirected."""
@@ -198,7 +209,7 @@ class CacheAudit(StepListener):
         if step is None or not self._shadow_blocks:
             return
         for group, own in step.slot_mappings.items():
-            slots = self._redirected[group] = slot_mappings[group][: len(own)].cpu().clone()
+            slots = step.redirected[group] = slot_mappings[group][: len(own)].cpu().clone()
             blocks, size = self._shadow_blocks[group], self._block_sizes[group]
             must = slots != own
             must[step.draft_tokens] = True
@@ -211,7 +222,8 @@ class CacheAudit(StepListener):
 
     def abandoned(self) -> None:
         """Expect the rows of this step in the pages of the requests."""
-        self._redirected = {}
+        if self._step is not None:
+            self._step.redirected = {}
 
     def record(
         self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
@@ -234,13 +246,13 @@ class CacheAudit(StepListener):
             return
         if moment == BEFORE_SAMPLING:
             step.touched = {group: self._changed_slots(step, group) for group in step.slot_mappings}
-        if not self._redirected:
+        if not step.redirected:
             return
         for group in step.slot_mappings:
             own, shadow = self._tails(step, group)
             for layer in self._layers_of(group):
                 self._compare_tails(step, moment, layer, own, shadow)
-        if self._forwarded is None:
+        if step.forwarded is None:
             self._expect_forward(step)
         self._totals.moments += 1
         self._compare(step, moment)
@@ -248,23 +260,24 @@ class CacheAudit(StepListener):
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """Compare the cache after the step."""
         step, self._step = self._step, None
-        redirected, self._redirected = self._redirected, {}
         if step is None:
             return
         rejected = self._rejected_tokens(step, None if num_sampled is None else num_sampled())
         slots = {group: step.slots_of(group, rejected) for group in step.slot_mappings}
-        self._totals.exposed_rows += sum(len(step.touched[group].intersection(slots[group])) for group in step.touched)
-        self._write(step, dict.fromkeys(step.slot_mappings, rejected))
-        if redirected:
-            self._expect_copies(step, rejected, cancelled=num_sampled is None)
+        for group, touched in step.touched.items():
+            self._totals.exposed_rows += len(touched.intersection(slots[group].tolist()))
+        kept = {group: own.clone() for group, own in step.slot_mappings.items()}
+        for own in kept.values():
+            own[rejected] = -1
+        self._write(kept)
+        if step.redirected:
+            self._expect_copies(step, kept, cancelled=num_sampled is None)
         stale = self._compare(step, rejected=slots, undone=undone)
         self._totals.steps += 1
         self._totals.verify_steps += any(step.num_draft_tokens)
         self._totals.bytes_compared += sum(watched.num_bytes for watched in self._watched.values())
-        for group, own in step.slot_mappings.items():
-            kept = own.clone()
-            kept[rejected] = -1
-            self._states[group][kept[kept >= 0]] = COMMITTED
+        for group, own in kept.items():
+            self._states[group][own[own >= 0]] = COMMITTED
             self._states[group][sorted(stale[group])] = STALE
             self._totals.stale_rows += len(stale[group])
 
@@ -285,46 +298,43 @@ class CacheAudit(StepListener):
 
     # ------------------------------------------------------------ the expected image
 
-    def _write(self, step: AuditedStep, without: Mapping[str, Sequence[int]]) -> None:
-        """Write the recorded rows to the image by vLLM's own writers, each at its token's own slot.
-
-        ``without`` lists tokens of each group that are not written.
-        """
+    def _write(self, slot_mappings: Mapping[str, Tensor]) -> None:
+        """Write the recorded rows to the image by vLLM's own writers. Those of negative slots are skipped."""
         for name, recorder in self._recorders.items():
             layer = self._layers[name]
-            own = step.slot_mappings[layer.group]
-            tokens = slice(len(own))
-            slots = own.to(recorder.key.device, copy=True).masked_fill_(recorder.slot_mapping[tokens] < 0, -1)
-            slots[list(without[layer.group])] = -1
+            slots = slot_mappings[layer.group].to(recorder.key.device)
+            tokens = slice(len(slots))
+            slots = slots.masked_fill(recorder.slot_mapping[tokens] < 0, -1)
             image = same_place(layer.kv_cache, self._watched_of[name].image)
             layer.own_writer(recorder.key[tokens], recorder.value[tokens], image, slots, *recorder.rest)
 
     def _expect_forward(self, step: AuditedStep) -> None:
         """Expect only the rows of tokens that were not redirected. Keep the other rows of layers without records."""
-        self._forwarded = {}
-        moved = {group: self._redirected[group] != own for group, own in step.slot_mappings.items()}
-        self._write(step, {group: mask.nonzero().flatten().tolist() for group, mask in moved.items()})
+        step.forwarded = {}
+        stay = {group: own.masked_fill(step.redirected[group] != own, -1) for group, own in step.slot_mappings.items()}
+        self._write(stay)
         for layer in (layer for name, layer in self._layers.items() if name not in self._recorders):
-            own = step.slot_mappings[layer.group].masked_fill(moved[layer.group], -1)
-            self._write_rows(layer, own, self._rows_of(layer, own))
-            self._forwarded[layer.name] = self._rows_of(layer, self._redirected[layer.group])
+            self._write_rows(layer, stay[layer.group], self._rows_of(layer, stay[layer.group]))
+            step.forwarded[layer.name] = self._rows_of(layer, step.redirected[layer.group])
 
-    def _expect_copies(self, step: AuditedStep, rejected: list[int], cancelled: bool) -> None:
+    def _expect_copies(self, step: AuditedStep, kept: Mapping[str, Tensor], cancelled: bool) -> None:
         """Expect the rows that the end of a window copied from shadow pages, in layers without records."""
         for layer in self._layers.values():
-            own = step.slot_mappings[layer.group].clone()
-            own[rejected] = -1
-            if self._forwarded is not None and layer.name in self._forwarded:
-                self._write_rows(layer, own, self._forwarded[layer.name])
+            own = kept[layer.group]
+            if step.forwarded is not None and layer.name in step.forwarded:
+                self._write_rows(layer, own, step.forwarded[layer.name])
             if cancelled:  # cancel copied what the shadow page held where the layer did not write: it may be anything
                 if layer.name in self._recorders:
-                    own[self._recorders[layer.name].slot_mapping[: len(own)].cpu() >= 0] = -1
+                    own = own.masked_fill(self._recorders[layer.name].slot_mapping[: len(own)].cpu() >= 0, -1)
                 self._write_rows(layer, own, self._rows_of(layer, own))
 
-    def _rows_of(self, layer: TargetLayer, slots: Tensor) -> list[Tensor]:
-        """Return the rows of a layer at some slots, by plane. Those of negative slots are arbitrary."""
-        storage = self._watched_of[layer.name].storage
-        return [elements(storage, plane)[positions(plane, slots.clamp(min=0))] for plane in layer.cache.planes]
+    def _rows_of(self, layer: TargetLayer, slots: Tensor, image: Tensor | None = None) -> list[Tensor]:
+        """Return the rows of a layer at some slots, by plane, in its cache, or in a tensor of the storage's size.
+
+        Those of negative slots are arbitrary.
+        """
+        source = layer.kv_cache if image is None else image
+        return [elements(source, plane)[positions(plane, slots.clamp(min=0))] for plane in layer.cache.planes]
 
     def _write_rows(self, layer: TargetLayer, slots: Tensor, rows: list[Tensor]) -> None:
         """Write rows of a layer to the image. Those of negative slots are skipped."""
@@ -349,7 +359,7 @@ class CacheAudit(StepListener):
         self,
         step: AuditedStep,
         moment: str = "",
-        rejected: Mapping[str, list[int]] | None = None,
+        rejected: Mapping[str, Tensor] | None = None,
         undone: bool = True,
     ) -> dict[str, set[int]]:
         """Compare the cache with its image, and return the slots of rejected drafts that hold other bytes, by group.
@@ -364,45 +374,40 @@ class CacheAudit(StepListener):
                 continue
             for group, slots in self._take_slots(watched, wrong, rejected).items():
                 stale[group] |= slots
-            if undone or wrong.any():
+            if undone or watched.marked(wrong).any():
                 raise AuditError(self._complaint(step, watched, wrong, stale if undone else {}, moment))
         return stale
 
-    def _take_slots(self, watched: WatchedStorage, mask: Tensor, slots: Mapping[str, list[int]]) -> dict[str, set[int]]:
-        """Clear the bytes of some slots in a mask of a storage, and return the slots that had a byte, by group."""
+    def _take_slots(self, watched: WatchedStorage, marks: Tensor, slots: Mapping[str, Tensor]) -> dict[str, set[int]]:
+        """Clear the marks of some slots of a storage, and return the slots that had one, by group."""
         marked: dict[str, set[int]] = {group: set() for group in slots}
-        layers = [layer for layer in self._layers_in(watched) if slots.get(layer.group)]
+        layers = [layer for layer in self._layers_in(watched) if layer.group in slots]
         for layer in layers:
-            marked[layer.group] |= self._marked_slots(layer, mask, slots[layer.group])
+            marked[layer.group] |= self._marked_slots(layer, marks, slots[layer.group])
         for layer in layers:
             for plane in layer.cache.planes:
-                watched.clear_rows(mask, plane, slots[layer.group])
+                elements(marks, plane)[positions(plane, slots[layer.group])] = 0
         return marked
 
-    def _marked_slots(self, layer: TargetLayer, mask: Tensor, slots: Sequence[int]) -> set[int]:
-        """Return the slots of a layer that have a byte in a mask of its storage."""
-        watched = self._watched_of[layer.name]
-        values = [watched.row_values(mask, plane, slots) for plane in layer.cache.planes]
-        return set(torch.tensor(slots, device="cpu")[torch.stack(values).any(0).cpu()].tolist())
+    def _marked_slots(self, layer: TargetLayer, marks: Tensor, slots: Tensor) -> set[int]:
+        """Return the slots of a layer that have a mark. Their pages are watched."""
+        rows = self._rows_of(layer, slots, marks)
+        return set(slots[_differ(rows, [torch.zeros_like(row) for row in rows])].tolist())
 
     def _changed_slots(self, step: AuditedStep, group: str) -> set[int]:
         """Return the slots of drafts whose rows differ from the image."""
-        slots = torch.tensor(step.slots_of(group, step.draft_tokens), dtype=torch.int64, device="cpu")
-        differ = torch.zeros(len(slots), dtype=torch.bool, device="cpu")
+        slots, changed = step.slots_of(group, step.draft_tokens), set[int]()
         for layer in self._layers_of(group):
-            watched = self._watched_of[layer.name]
-            for plane in layer.cache.planes:
-                indices = positions(plane, slots)
-                rows, expected = (elements(one, plane)[indices] for one in (watched.storage, watched.image))
-                differ |= (rows != expected).flatten(1).any(1).cpu()
-        return set(slots[differ].tolist())
+            image = bytes_of(self._watched_of[layer.name].image)
+            changed |= set(slots[_differ(self._rows_of(layer, slots), self._rows_of(layer, slots, image))].tolist())
+        return changed
 
     def _tails(self, step: AuditedStep, group: str) -> tuple[Tensor, Tensor]:
         """Return the slots from the start of each redirected request's tail page to its first redirected token.
 
         There are two tensors: the request's own slots, and the slots of the shadow page that replaces its tail page.
         """
-        own, shadow, size = step.slot_mappings[group], self._redirected[group], self._block_sizes[group]
+        own, shadow, size = step.slot_mappings[group], step.redirected[group], self._block_sizes[group]
         tails = [(own[:0], own[:0])]
         for start, end in itertools.pairwise(step.query_start_loc):
             moved = torch.nonzero(shadow[start:end] != own[start:end])
@@ -415,8 +420,7 @@ class CacheAudit(StepListener):
 
     def _compare_tails(self, step: AuditedStep, moment: str, layer: TargetLayer, own: Tensor, shadow: Tensor) -> None:
         self._totals.tail_rows += len(own)
-        pairs = zip(self._rows_of(layer, own), self._rows_of(layer, shadow), strict=True)
-        differ = torch.stack([(rows != copies).flatten(1).any(1) for rows, copies in pairs]).any(0).cpu()
+        differ = _differ(self._rows_of(layer, own), self._rows_of(layer, shadow))
         if differ.any():
             wrong = zip(own[differ].tolist(), shadow[differ].tolist(), strict=True)
             slots = ", ".join(f"{slot} (found at {other})" for slot, other in itertools.islice(wrong, 8))
@@ -434,11 +438,11 @@ class CacheAudit(StepListener):
             if slots:
                 tokens = listed(sorted(slots), step.slot_mappings[group])
                 text += f" rejected drafts of group {group} left their rows in slots {tokens};"
-        if wrong.any():
-            text += f" {int(wrong.sum())} bytes differ from the expected ones"
+        if watched.marked(wrong).any():
+            text += f" {int(watched.marked(wrong).sum())} bytes differ from the expected ones"
             for layer in self._layers_in(watched):
                 own = step.slot_mappings[layer.group]
-                if slots := self._marked_slots(layer, wrong, own[own >= 0].tolist()):
+                if slots := self._marked_slots(layer, wrong, own[own >= 0]):
                     text += f", in layer {layer.name} slots {listed(sorted(slots), own)}"
             view = next(self._layers_in(watched)).cache.planes[0].view
             size = view.stride(0) * view.element_size()
@@ -452,20 +456,22 @@ class CacheAudit(StepListener):
 
     # ------------------------------------------------------------ bytes that are compared, and those that are not
 
-    def _leave_out(self, address: int, owned: Mapping[str, Tensor] | None, recurrent: Sequence[set[int]]) -> None:
-        """Do not compare what others may change: bytes outside of ``owned``, states of this step, and shadow pages."""
-        watched = self._watched[address]
-        if owned is None and not self._recurrent and not self._shadow_blocks:
-            return
-        marks = watched.marked(int(owned is not None))
+    def _left_out(
+        self, watched: WatchedStorage, owned: Mapping[str, Tensor] | None, states: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor | None:
+        """Return what others may change: bytes outside of ``owned``, states of this step, and shadow pages."""
+        if owned is None and not states and not self._shadow_blocks:
+            return None
+        marks = watched.marks(int(owned is not None))
         for pages in self._pages(watched, owned or {}):
             pages.mark(marks, 0)
-        for group, blocks in zip(self._recurrent, recurrent, strict=True):
-            self._totals.recurrent_bytes += group.mark(blocks, marks, address)
+        for state, blocks in states:
+            same_place(state.view(torch.uint8), marks.untyped_storage())[blocks.to(marks.device)] = 1
+            self._totals.recurrent_bytes += len(blocks) * state[0].nbytes
         shadow = {group: torch.tensor(blocks, device="cpu") for group, blocks in self._shadow_blocks.items()}
         for pages in self._pages(watched, shadow):
             pages.mark(marks, 1)
-        watched.left_out = watched.read(marks.untyped_storage()) != 0
+        return watched.marked(marks)
 
     def _pages(self, watched: WatchedStorage, blocks: Mapping[str, Tensor]) -> Iterable[Pages]:
         """Return the pages in a storage of these blocks, by group."""

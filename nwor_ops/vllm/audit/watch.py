@@ -4,8 +4,6 @@ A cache has GiBs, and a step writes few of its pages. So a storage is divided in
 the pages that it may write, and some of the rest. The rest takes turns: each byte is watched again after a number of
 steps that depends on the sizes. A small cache is watched whole in every step.
 
-Masks are bool ``[watched tiles, bytes of a tile]``.
-
 Block b of a recurrent group of a hybrid model is the same memory as block b of an attention group, and belongs to one
 of them at a time. vLLM's kernels overwrite the states as the batch runs, and vLLM copies them from block to block. The
 audit excludes the states, and nothing else, in two kinds of blocks:
@@ -17,16 +15,14 @@ audit excludes the states, and nothing else, in two kinds of blocks:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nwor_ops.kv_cache import Plane
 from nwor_ops.recurrent.cache import RecurrentCache
-from nwor_ops.vllm.transaction.layers.target import elements, positions, same_place
 
 REST_BYTES = 16 << 20  # of the rest, in each step
 _LARGEST_TILE = 4096  # bytes
@@ -80,19 +76,18 @@ class WatchedStorage:
 
     Attributes:
         image: a copy of the storage, of which only watched bytes are valid.
-        left_out: mask of the bytes that others may change in this step, or None.
+        left_out: the watched bytes that others may change in this step, bool ``[tiles, bytes]``, or None.
     """
 
     def __init__(self, storage: torch.UntypedStorage, rest_bytes: int) -> None:
         size = storage.nbytes()
         self.storage, self.image = storage, torch.empty_like(bytes_of(storage)).untyped_storage()
         self.left_out: Tensor | None = None
-        self._marks: Tensor | None = None
+        self._all_marks: Tensor | None = None
         self._tile = min(_LARGEST_TILE, size & -size)
         self._watched = torch.zeros(size // self._tile, dtype=torch.bool, device=storage.device)
         self._rest, self._next = min(-(-rest_bytes // self._tile), len(self._watched)), 0
-        self._rows = torch.zeros(len(self._watched), dtype=torch.int64, device=storage.device)
-        self.tiles = self._rows[:0]
+        self.tiles = torch.zeros(0, dtype=torch.int64, device=storage.device)
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +98,6 @@ class WatchedStorage:
         """Watch these pages and the next part of the rest, from now on."""
         count, device = len(self._watched), self._watched.device
         self._watched.zero_()
-        self.left_out = None
         for page in pages:
             first, last = page.starts // self._tile, (page.starts + page.length - 1) // self._tile
             tiles = first[:, None] + torch.arange(page.length // self._tile + 2, device=device)
@@ -111,8 +105,6 @@ class WatchedStorage:
         self._watched[(self._next + torch.arange(self._rest, device=device)) % count] = True
         self._next = (self._next + self._rest) % count
         self.tiles = self._watched.nonzero().flatten()
-        self._rows.fill_(count)  # out of range: a tile that is not watched
-        self._rows[self.tiles] = torch.arange(len(self.tiles), device=device)
 
     def read(self, storage: torch.UntypedStorage | None = None) -> Tensor:
         """Return the watched bytes of the storage, or of another one of its size: ``[tiles, bytes]``, uint8."""
@@ -123,55 +115,47 @@ class WatchedStorage:
 
     def expect(self, values: Tensor) -> None:
         """Write the watched bytes of the image."""
-        words = self._words(self.image)
-        words.index_copy_(0, self.tiles, values.view(words.dtype))
+        self._write(self.image, values)
 
-    def marked(self, value: int) -> Tensor:
-        """Return a byte for each byte of the storage. Those of the watched bytes have this value."""
-        if self._marks is None:
-            self._marks = torch.zeros_like(bytes_of(self.storage))
-        self._marks.view(-1, self._tile)[self.tiles] = value
-        return self._marks
+    def marks(self, values: Tensor | int) -> Tensor:
+        """Return marks of the storage, a byte for each of its bytes, with these values for the watched bytes.
+
+        The others are arbitrary. The next call overwrites the marks.
+        """
+        if self._all_marks is None:
+            self._all_marks = torch.zeros_like(bytes_of(self.storage))
+        if isinstance(values, int):
+            self._all_marks.view(-1, self._tile).index_fill_(0, self.tiles, values)
+        else:
+            self._write(self._all_marks.untyped_storage(), values)
+        return self._all_marks
+
+    def marked(self, marks: Tensor) -> Tensor:
+        """Return which watched bytes are marked, bool ``[tiles, bytes]``."""
+        return self.read(marks.untyped_storage()) != 0
 
     def differences(self) -> Tensor | None:
-        """Return the mask of the bytes in which storage and image differ, without those left out. None: there are
-        none."""
+        """Return marks of the bytes in which storage and image differ, without those left out. None: there are none."""
         present, expected = self.read(), self.read(self.image)
         if torch.equal(present.view(-1), expected.view(-1)):
             return None
         wrong = present != expected
         if self.left_out is not None:
             wrong &= ~self.left_out
-        return wrong if wrong.any() else None
+        return self.marks(wrong) if wrong.any() else None
 
-    def row_values(self, mask: Tensor, plane: Plane, slots: Sequence[int]) -> Tensor:
-        """Return for each slot whether its row of a plane has a byte in a mask. The slots are watched."""
-        flat, size = self._flat(mask, plane)
-        return (flat[self._inside(plane, slots, size)] != 0).flatten(1).any(1)
-
-    def clear_rows(self, mask: Tensor, plane: Plane, slots: Sequence[int]) -> None:
-        """Remove the rows of some slots from a mask. The slots are watched."""
-        flat, size = self._flat(mask, plane)
-        flat[self._inside(plane, slots, size)] = 0
-
-    def offsets(self, mask: Tensor) -> Tensor:
-        """Return the offsets of a mask's bytes in the storage."""
-        rows, within = mask.nonzero().unbind(1)
+    def offsets(self, marks: Tensor) -> Tensor:
+        """Return the offsets of the marked bytes in the storage."""
+        rows, within = self.marked(marks).nonzero().unbind(1)
         return self.tiles[rows] * self._tile + within
+
+    def _write(self, storage: torch.UntypedStorage, values: Tensor) -> None:
+        words = self._words(storage)
+        words.index_copy_(0, self.tiles, values.view(words.dtype))
 
     def _words(self, storage: torch.UntypedStorage) -> Tensor:
         dtype = torch.int64 if self._tile % 8 == 0 else torch.uint8
         return bytes_of(storage).view(dtype).view(len(self._watched), -1)
-
-    def _flat(self, mask: Tensor, plane: Plane) -> tuple[Tensor, int]:
-        """Return a mask as a flat tensor of integers with the element size of a plane, and elements per tile."""
-        flat = elements(mask.view(torch.uint8), plane)
-        return flat, self._tile // flat.element_size()
-
-    def _inside(self, plane: Plane, slots: Sequence[int], size: int) -> Tensor:
-        """Return the positions of the elements of some slots in :meth:`_flat`."""
-        numbers = positions(plane, torch.tensor(slots, dtype=torch.int64, device="cpu"))
-        return self._rows[numbers // size] * size + numbers % size
 
 
 def states_of(layer: Any) -> tuple[Tensor, ...]:
@@ -197,23 +181,7 @@ class RecurrentGroup:
     states: tuple[Tensor, ...]
     rows: Callable[[], Iterable[tuple[int, list[int]]]]
 
-    def blocks(self) -> set[int]:
-        """Return the blocks whose states this batch may change, except block 0."""
+    def blocks(self) -> Tensor:
+        """Return the blocks whose states this batch may change, and block 0: int64 on the CPU."""
         named = {block for computed, row in self.rows() for block in row[max(computed - 1, 0) // self.block_size :]}
-        return named - {_NULL_BLOCK}
-
-    def pages(self, blocks: set[int], address: int) -> Iterator[Pages]:
-        """Yield the pages of these blocks, and of block 0, in the storage with this address."""
-        numbers = torch.tensor([_NULL_BLOCK, *sorted(blocks)], device="cpu")
-        return (Pages(state, numbers) for state in self._states_in(address))
-
-    def mark(self, blocks: set[int], marks: Tensor, address: int) -> int:
-        """Set the bytes of the states in these blocks, and in block 0, to 1. Return their number."""
-        numbers = torch.tensor([_NULL_BLOCK, *sorted(blocks)], device=marks.device)
-        states = self._states_in(address)
-        for state in states:
-            same_place(state.view(torch.uint8), marks.untyped_storage())[numbers] = 1
-        return len(numbers) * sum(state[0].numel() * state.element_size() for state in states)
-
-    def _states_in(self, address: int) -> list[Tensor]:
-        return [state for state in self.states if state.untyped_storage().data_ptr() == address]
+        return torch.tensor(sorted(named | {_NULL_BLOCK}), device="cpu")
