@@ -53,21 +53,22 @@ class Hook:
     def problem(self) -> str | None:
         """Return the difference between vLLM's function and this description, or None if they match."""
         try:
-            target: Any = importlib.import_module(self.module)
-            for part in self.name.split("."):
-                target = getattr(target, part)
-        except (ImportError, AttributeError) as error:
+            return self.problem_in(importlib.import_module(self.module))
+        except ImportError as error:
             return f"{self.module}.{self.name} does not exist ({error})"
+
+    def problem_in(self, module: Any) -> str | None:
+        """The same for a module that is already there, even if its import is not over."""
+        name = f"{self.module}.{self.name}"
+        try:
+            target = functools.reduce(getattr, self.name.split("."), module)
+        except AttributeError as error:
+            return f"{name} does not exist ({error})"
         if self.calls and self.calls not in inspect.unwrap(target).__code__.co_names:
-            return f"{self.module}.{self.name} does not call {self.calls}"
-        return _other_parameters(f"{self.module}.{self.name}", target, self.signature)
-
-
-def _other_parameters(name: str, function: Callable[..., Any], signature: str) -> str | None:
-    """Return how the parameters of a function differ from ``signature``, or None if they match."""
-    parameters = tuple(parameter for parameter in inspect.signature(function).parameters if parameter != "self")
-    expected = tuple(signature.split(", ")) if signature else ()
-    return None if parameters == expected else f"{name} takes {parameters}, expected {expected}"
+            return f"{name} does not call {self.calls}"
+        parameters = tuple(parameter for parameter in inspect.signature(target).parameters if parameter != "self")
+        expected = tuple(self.signature.split(", ")) if self.signature else ()
+        return None if parameters == expected else f"{name} takes {parameters}, expected {expected}"
 
 
 # ---------------------------------------------------------------- patches
@@ -88,9 +89,7 @@ class Patch:
         owner: the module, class or object whose attribute is replaced.
         name: name of the attribute.
         decorator: takes the original function and returns its replacement: a function, or a classmethod.
-        by: the feature that patches. Several features may patch one function, each of them once.
-        signature: the parameters that the function must have, as in :class:`Hook`. None: they are not checked here,
-            because the replacement accepts any, or :func:`check_vllm` compared them.
+        patches: what it belongs to. Several features may patch one function, each of them once.
         may_be_missing: whether the attribute need not exist. ``decorator`` is then called with None.
 
     Attributes:
@@ -100,15 +99,9 @@ class Patch:
     """
 
     def __init__(
-        self,
-        owner: Any,
-        name: str,
-        decorator: Decorator,
-        by: str,
-        signature: str | None = None,
-        may_be_missing: bool = False,
+        self, owner: Any, name: str, decorator: Decorator, patches: Patches, may_be_missing: bool = False
     ) -> None:
-        self.owner, self.name, self.by, self.signature = owner, name, by, signature
+        self.owner, self.name, self.patches, self.by = owner, name, patches, patches.by
         self.original = getattr(owner, name, None)
         self.replacement: Any = None
         self._found = vars(owner).get(name, _MISSING)
@@ -131,19 +124,12 @@ class Patch:
             patch = getattr(patch.original, _PATCH, None)
         return patch is not None
 
-    def problem(self) -> str | None:
-        """Return why vLLM's function does not fit, or None if it does."""
-        if self.original is None:
-            return None if self._may_be_missing else f"{self.target} does not exist"
-        return None if self.signature is None else _other_parameters(self.target, self.original, self.signature)
-
     def apply(self) -> None:
         """Replace the attribute."""
         if self.is_repeated:
             raise PatchError(f"nwor: {self.target} is already patched by {self.by}")
-        problem = self.problem()
-        if problem is not None:
-            raise Unsupported(problem)
+        if self.original is None and not self._may_be_missing:
+            raise Unsupported(f"{self.target} does not exist")
         self.replacement = self._decorator(self.original)
         function = getattr(self.replacement, "__func__", self.replacement)
         if self.original is not None and not hasattr(function, "__wrapped__"):
@@ -177,25 +163,20 @@ class Patches:
 
     def __init__(self, by: str) -> None:
         self.by = by
-        self._patches: weakref.WeakSet[Patch] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Patch]:
         """Return the patches in the order in which they were made."""
-        return iter(sorted(self._patches, key=lambda patch: patch.number))
+        return (patch for patch in applied() if patch.patches is self)
 
-    def put(
-        self, owner: Any, name: str, decorator: Decorator, signature: str | None = None, may_be_missing: bool = False
-    ) -> None:
+    def put(self, owner: Any, name: str, decorator: Decorator) -> None:
         """Make a patch; the arguments are those of :class:`Patch`, and the errors those of :meth:`Patch.apply`."""
-        self._apply(Patch(owner, name, decorator, self.by, signature, may_be_missing))
+        Patch(owner, name, decorator, self).apply()
 
-    def put_once(
-        self, owner: Any, name: str, decorator: Decorator, signature: str | None = None, may_be_missing: bool = False
-    ) -> None:
+    def put_once(self, owner: Any, name: str, decorator: Decorator, may_be_missing: bool = False) -> None:
         """Make a patch, unless this feature has patched the function already."""
-        patch = Patch(owner, name, decorator, self.by, signature, may_be_missing)
+        patch = Patch(owner, name, decorator, self, may_be_missing)
         if not patch.is_repeated:
-            self._apply(patch)
+            patch.apply()
 
     def put_methods(self, owner: Any, ours: Any, names: Iterable[str]) -> None:
         """Patch methods of an object so that they call the methods of the same name of ``ours``.
@@ -209,11 +190,6 @@ class Patches:
         """Undo the patches, the last one first."""
         for patch in reversed(list(self)):
             patch.undo()
-            self._patches.discard(patch)
-
-    def _apply(self, patch: Patch) -> None:
-        patch.apply()
-        self._patches.add(patch)
 
 
 @dataclass(frozen=True)
@@ -231,13 +207,12 @@ class ModulePatch:
         Raises:
             RuntimeError: the function does not fit, and the settings do not permit an engine without the feature.
         """
+        if problem := self.hook.problem_in(module):
+            unsupported = Unsupported.join((why, "") for why in (version_problem(), problem) if why)
+            unsupported.refuse(self.by, config.strict, logger, f"{self.by} was asked for")
+            return
         *classes, name = self.hook.name.split(".")
-        try:
-            owner = functools.reduce(getattr, classes, module)
-            Patches(self.by).put_once(owner, name, self.decorator, self.hook.signature)
-        except (AttributeError, Unsupported) as error:
-            problem = Unsupported.join((why, "") for why in (version_problem(), str(error)) if why)
-            problem.refuse(self.by, config.strict, logger, f"{self.by} was asked for")
+        Patches(self.by).put_once(functools.reduce(getattr, classes, module), name, self.decorator)
 
 
 def _calling(ours: Callable[..., Any]) -> Decorator:
