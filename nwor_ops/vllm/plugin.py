@@ -30,7 +30,6 @@ from nwor_ops.vllm.draft_vocabulary import plugin as draft_vocabulary
 from nwor_ops.vllm.environment import HOOKS as ENVIRONMENT_HOOKS
 from nwor_ops.vllm.environment import announce_variables, settings_of, vllm_logger, watch_configurations
 from nwor_ops.vllm.errors import Errors
-from nwor_ops.vllm.feature_report import GRAPHS, ON, RECORDS, SHADOW_PAGES, UNDO_LOG, VOCABULARY, report
 from nwor_ops.vllm.hooks import Hook, ModulePatch, Patches, undo_all, version_problem, when_undone
 from nwor_ops.vllm.metrics import publisher, relay
 from nwor_ops.vllm.recurrent import connectors as recurrent_connectors
@@ -41,7 +40,6 @@ from nwor_ops.vllm.support.features import (
     DEVICES,
     DRAFT_GRAPHS,
     DRAFT_VOCABULARY,
-    LABELS,
     NO_SPECULATION,
     RECURRENT,
     SUPPORTED_VERSIONS,
@@ -308,20 +306,35 @@ def _start_metrics(runner: Any) -> None:
 
 
 def _feature_report(config: NworConfig, alive: Callable[[], Any]) -> dict[str, Any]:
-    """Return the report of an engine: each active feature with its state, the part of its memory, and its bytes."""
-    runner, active = alive(), list[tuple[str, str, str, int]]()
+    """Return the labels of ``nwor_info``, and the bytes of ``nwor_memory_bytes`` by part.
+
+    A feature can be missing without a refusal: the engine does not speculate, or ``on_unsupported`` is ``"vanilla"``.
+    """
+    import vllm
+
+    import nwor_ops
+
+    runner, active, memory = alive(), dict[str, str](), dict[str, int]()
     session = _sessions.get(runner)
     if session is not None and session.manager is not None:
-        shadow = session.shadow_blocks
-        part = (UNDO_LOG, session.manager.log_bytes) if shadow is None else (SHADOW_PAGES, shadow.num_bytes)
-        active.append((LABELS[TRANSACTION], session.mode, *part))
+        active["transaction"], shadow = session.mode, session.shadow_blocks
+        memory |= {"undo_log": session.manager.log_bytes} if shadow is None else {"shadow_pages": shadow.num_bytes}
     if (drafter := draft_graphs.graphed_drafter(runner)) is not None:
-        active.append((LABELS[DRAFT_GRAPHS], ON, GRAPHS, drafter.graphs.bytes))
+        active["draft_graphs"], memory["draft_graphs"] = "on", drafter.graphs.bytes
     if (vocabulary := draft_vocabulary.vocabulary_of(runner)) is not None:
-        active.append((LABELS[DRAFT_VOCABULARY], ON, VOCABULARY, vocabulary.num_bytes))
+        active["draft_vocabulary"], memory["draft_vocabulary"] = "on", vocabulary.num_bytes
     if (state := recurrent.recurrent_engine_of(runner)) is not None:
-        active.append((LABELS[RECURRENT], state.form, RECORDS, state.record_bytes))
-    return report(config, active)
+        active["recurrent"], memory["records"] = state.form, state.record_bytes
+    switched_on = {
+        "transaction": config.mode,
+        "draft_graphs": "on" if config.draft_graphs else "off",
+        "recurrent": config.form,
+        "draft_vocabulary": "on" if config.draft_vocabulary else "off",
+    }
+    labels = {"version": nwor_ops.__version__, "vllm": vllm.__version__}
+    for feature, state_of_feature in switched_on.items():
+        labels[feature] = state_of_feature if active.get(feature, "off") == state_of_feature else "missing"
+    return {"features": labels, "memory": memory}
 
 
 def check_hooks() -> list[dict[str, Any]]:

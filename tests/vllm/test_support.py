@@ -24,7 +24,7 @@ from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
 
 from nwor_ops.vllm.recurrent.supported import check_state_connectors
 from nwor_ops.vllm.support.connectors import CONNECTORS
-from nwor_ops.vllm.support.features import DRAFT_GRAPHS, LABELS
+from nwor_ops.vllm.support.features import DEVICES, DRAFT_GRAPHS
 from nwor_ops.vllm.support.refusals import REFUSALS, Refusal, Unsupported, check_engine
 from nwor_ops.vllm.transaction.supported import check_connectors, check_scheduler
 
@@ -158,7 +158,7 @@ def test_all_reasons_of_a_refusal_are_named() -> None:
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.feature)
 def test_each_refusal_has_reason_and_message(refusal: Refusal) -> None:
-    assert any(refusal.why(use) for use in LABELS)
+    assert any(refusal.why(use) for use in DEVICES)
     names = [name for _, name, _, _ in string.Formatter().parse(refusal.message) if name]
     filled = str(refusal.because(**{name: f"<{name}>" for name in names}))
     assert all(f"<{name}>" in filled for name in names)

@@ -5,13 +5,8 @@ vLLM carries the output of each step from the worker that samples to the engine 
 kernels are copied to pinned memory. The message leaves with the first output that finds the copy complete. Nothing
 waits for the device.
 
-A feature adds its counters when the engine's cache is bound. Each name is a key of ``METRICS``, and a field of
-:class:`nwor_ops.EngineStats`::
-
-    def counts(feature, tokens, missed):  # the values of the counters
-        return {"draft_vocabulary_tokens": tokens, "draft_vocabulary_missed": missed}
-
-    metrics.publish(runner, feature, counts, lambda feature: feature.counters)  # int64 [2], on the device
+A feature adds its counters when the engine's cache is bound (:func:`publish`). Each name is a key of ``METRICS``, and a
+field of :class:`nwor_ops.EngineStats`.
 """
 
 from __future__ import annotations
@@ -68,8 +63,8 @@ class _Source:
 class Publisher:
     """Put the counts of one runner's engine on its outputs.
 
-    ``report`` returns ``features`` and ``memory`` for the first message (:mod:`nwor_ops.vllm.feature_report`). ``name``
-    identifies this publisher in all processes. ``errors`` counts the outputs without our counts because of an error.
+    ``report`` returns ``features`` and ``memory`` for the first message. ``name`` identifies this publisher in all
+    processes. ``errors`` counts the outputs without our counts because of an error.
     """
 
     def __init__(self, vllm_config: Any, report: Callable[[], Mapping[str, Any]], logger: Any) -> None:

@@ -5,12 +5,6 @@ from __future__ import annotations
 # The features: the transaction (modes cow and stage), draft graphs, and one recurrent state per request.
 TRANSACTION, DRAFT_GRAPHS, RECURRENT = "transaction", "draft graphs", "recurrent"
 DRAFT_VOCABULARY = "draft vocabulary"
-LABELS = {  # of nwor_info
-    TRANSACTION: "transaction",
-    DRAFT_GRAPHS: "draft_graphs",
-    RECURRENT: "recurrent",
-    DRAFT_VOCABULARY: "draft_vocabulary",
-}
 NO_SPECULATION = "the engine does not speculate"
 SUPPORTED_VERSIONS = {TRANSACTION: ("0.32", "0.33")} | dict.fromkeys(
     (DRAFT_GRAPHS, RECURRENT, DRAFT_VOCABULARY), ("0.33",)
