@@ -209,7 +209,5 @@ def test_export_outside_window_is_made_immediately() -> None:
 def test_exports_by_copied_table_are_refused() -> None:
     attached = _attached({"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
     attached.check_tables({})
-    with pytest.raises(
-        Unsupported, match=r"^KV connector ExampleConnector exports layer 3 in attention, with back end B"
-    ):
+    with pytest.raises(Unsupported, match=r"^KV connector ExampleConnector, layer 3 with back end B: it exports in"):
         attached.check_tables({"3": "B"})

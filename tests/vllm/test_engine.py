@@ -167,8 +167,8 @@ def test_draft_model_in_other_group_is_refused(engines: Engines) -> None:
     that group."""
     draft = {"method": "draft_model", "model": model_folder(num_hidden_layers=1), "num_speculative_tokens": 2}
     said = (
-        r"nwor: speculation by draft_model: layers draft_model.model.layers.0.self_attn.attn are in KV-cache group 1, "
-        r"and this runner has them write at the slots of group 0"
+        r"nwor: speculation by draft_model: layers draft_model.model.layers.0.self_attn.attn are in KV-cache group 1: "
+        r"vLLM makes them write to the slots of the first group, where they overwrite rows of the target model"
     )
     with pytest.raises(RuntimeError, match=said):
         engines.run(prompts(2), nwor=COW, model=model_folder(**GEMMA), speculative_config=draft)

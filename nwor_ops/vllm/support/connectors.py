@@ -70,16 +70,9 @@ CONNECTORS = {
     "DecodeBenchConnector": Connector("", refused="it fills the cache with made-up rows for benchmarks; not tested"),
     "ExampleHiddenStatesConnector": Connector("", refused="it exports hidden states, not keys and values; not tested"),
 }  # fmt: skip
-# A custom connector class sets this attribute to True to declare that it reads in order. This means:
-# - It reads on the current stream, or after an event recorded there. It reads in save_kv_layer, which is then called
-#   after the commit, or in wait_for_save or later.
-# - In start_load_kv it reads no token that the step has computed.
-# - It reads a partial block only on the current stream. An event does not stop the next step from writing drafts there.
-IN_ORDER = "reads_kv_cache_in_order"
-# A custom connector class sets this attribute to True to declare that every recurrent state it reads is complete. It
-# reads the state in a block with a cache key, in wait_for_save or later. Or it reads the last block of a request that
-# generates one token, after the forward of that step. In other blocks the last window's accepted tokens may be pending.
-COMPLETE_STATES = "reads_complete_states"
+# A custom connector class sets these attributes to True to declare that it reads in order, and that each recurrent
+# state that it reads is complete. docs/guides/kv-connectors.md says what both mean.
+IN_ORDER, COMPLETE_STATES = "reads_kv_cache_in_order", "reads_complete_states"
 # Tiers of OffloadingConnector whose keys contain the model's name. recurrent/connectors.py adds the layout to it.
 NAMED_TIERS = ("fs", "obj", "p2p")
 

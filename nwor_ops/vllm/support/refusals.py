@@ -19,10 +19,8 @@ from nwor_ops.vllm.support.features import (
     DRAFT_BACK_ENDS,
     DRAFT_GRAPHS,
     DRAFT_METHODS,
-    DRAFT_VOCABULARY,
     FUSED_MLA_WRITER,
     KEY_WIDTHS,
-    RECURRENT,
     TRANSACTION,
     VALUE_WIDTHS,
 )
@@ -77,7 +75,7 @@ class Refusal:
         transaction, draft_graphs, recurrent, draft_vocabulary: the reason that this feature refuses it. Empty: the
             feature allows it.
         found: tells whether a vLLM configuration has it. None: it is only visible later, in layers, groups or device.
-        message: format string of the error message. Empty: the message is ``feature`` and the reason.
+        message: format string of the error message, with the reason as ``why``. Empty: ``feature`` and the reason.
         modes: the modes in which the transaction refuses it.
         engines: the engines that can have it. Empty: all.
         change: the argument of the engine that changes it. Empty: none does.
@@ -96,16 +94,13 @@ class Refusal:
 
     def why(self, use: str) -> str:
         """Return the reason that a feature refuses it, or an empty string."""
-        return {
-            TRANSACTION: self.transaction,
-            DRAFT_GRAPHS: self.draft_graphs,
-            RECURRENT: self.recurrent,
-            DRAFT_VOCABULARY: self.draft_vocabulary,
-        }[use]
+        reason: str = getattr(self, use.replace(" ", "_"))
+        return reason
 
     def because(self, **values: Any) -> Unsupported:
         """Return the exception, with these values filled in to the message."""
-        return Unsupported(self.message.format(**values), self.change)
+        reason = next(filter(None, map(self.why, DEVICES)))
+        return Unsupported(self.message.format(**{"why": reason} | values), self.change)
 
 
 def _has(*paths: str, above: int = 0) -> Callable[[Any], bool]:
@@ -150,18 +145,16 @@ TAKEN_LAYERS = Refusal(
 OTHER_GROUP = Refusal(
     "a draft model whose layers are not in the first of several KV-cache groups",
     "vLLM makes them write to the slots of the first group, where they overwrite rows of the target model",
-    message="speculation by {method}: layers {layers} are in KV-cache group {group}, and this runner has them write at "
-    "the slots of group 0, where they overwrite rows of the target model", engines="runner V1 and the CPU engine")
+    message="speculation by {method}: layers {layers} are in KV-cache group {group}: {why}",
+    engines="runner V1 and the CPU engine")
 NEW_TOKENS = Refusal(
     "a model that does not sample exactly one new token per request and step (diffusion)",
     "its draft tokens do not follow one sampled token at the end of a request",
-    message="the model samples {count} new tokens for each request and step: draft tokens can be identified only if it "
-    "samples one", engines="runner V2")
+    message="the model samples {count} new tokens for each request and step: {why}", engines="runner V2")
 FUSED_WRITER = Refusal(
     f"the compiler pass `{FUSED_MLA_WRITER}` with MLA layers",
-    "its kernel bypasses the layer's cache writer; the message says how to switch the pass off",
-    message="compilation pass {name} bypasses the layer's cache writer; switch it off with "
-    "-cc.pass_config.{name}=False", modes=("cow",), engines=_CUDA,
+    "its kernel bypasses the layer's cache writer",
+    message="compilation pass {name}: {why}", modes=("cow",), engines=_CUDA,
     change="-cc.pass_config.fuse_rope_kvcache_cat_mla=False")
 UNKNOWN_LAYER = Refusal(
     "layers or back ends not in `layers/back_ends.py` (model-owned writers, turboquant, sparse MLA, ...)",
@@ -171,13 +164,12 @@ UNKNOWN_LAYER = Refusal(
 UNRELIABLE_CACHE = Refusal(
     "a cache of `int4_per_token_head`",
     "vanilla vLLM 0.33.0 sometimes fails with it: two of three engines on the H200 ended in a device-side assertion",
-    message="layer {layer}: vanilla vLLM sometimes fails with a cache of {kv_cache_dtype}", engines=_CUDA,
+    message="layer {layer} with a cache of {kv_cache_dtype}: {why}", engines=_CUDA,
     change="--kv-cache-dtype")
 OTHER_SIZE = Refusal(
     "keys whose elements are larger than the cache's (`dtype` float32, `kv_cache_dtype` bfloat16)",
     "vLLM's writer does not convert them, and writes into other rows and past the end of the cache",
-    message="keys of {source} in a cache of {cache}: vLLM's CPU writer does not convert them, and writes into other "
-    "rows and past the end of the cache; set kv_cache_dtype to auto", engines="the CPU engine",
+    message="keys of {source} in a cache of {cache}: {why}", engines="the CPU engine",
     change="--kv-cache-dtype auto")
 CACHE_SPEC = Refusal(
     "ring buffers, cross attention, other KV-cache specs (except recurrent states)",
@@ -219,9 +211,8 @@ DRAFTER = Refusal(
     change="--speculative-config")
 OTHER_MODEL = Refusal(
     "a model that is not listed above for one recurrent state",
-    recurrent="they have not been tried, or their recurrent layers use other kernels",
-    message="recurrent: model {architecture} has not been tried, or its recurrent layers use other "
-    "kernels; supported are {supported}")
+    recurrent="it has not been tried, or its recurrent layers use other kernels",
+    message="recurrent: model {architecture}: {why}; supported are {supported}")
 DRAFT_METHOD = Refusal(
     "speculation with another method than MTP, EAGLE and draft models",
     draft_vocabulary="its drafts are not sampled by vLLM's `sample_draft`",
@@ -273,18 +264,15 @@ CONNECTOR = Refusal(
     "the table gives the reason; a custom connector must declare when it reads the cache",
     message="KV connector {name}: {why}",
     change="--kv-transfer-config")
-_PARTIAL_TAIL = "a request's partial tail after it ends; by then the next step may have written drafts there"
 UNORDERED = Refusal(
-    "NIXL and MooncakeConnector with async scheduling",
-    f"they read {_PARTIAL_TAIL}",
-    message=f"KV connector {{name}} with async scheduling: it reads {_PARTIAL_TAIL}; use mode stage or "
-    "--no-async-scheduling", modes=("cow",),
+    "NIXL or MooncakeConnector with async scheduling",
+    "it reads a request's partial tail after it ends; by then the next step may have written drafts there",
+    message="KV connector {name} with async scheduling: {why}", modes=("cow",),
     change="--no-async-scheduling, or VLLM_NWOR_MODE=stage")
 PARTIAL_TAILS = Refusal(
-    "OffloadingConnector and MooncakeStoreConnector with a hybrid model",
-    "they store the partial last block of a prompt, and read it while the next step may write drafts there",
-    message="KV connector {name} with a hybrid model: it stores the partial last block of a prompt, and reads it while "
-    "the next step may write drafts there; use mode stage", modes=("cow",),
+    "OffloadingConnector or MooncakeStoreConnector with a hybrid model",
+    "it stores the partial last block of a prompt, and reads it while the next step may write drafts there",
+    message="KV connector {name} with a hybrid model: {why}; use mode stage", modes=("cow",),
     change="VLLM_NWOR_MODE=stage, or --kv-transfer-config")
 STATE_CONNECTOR = Refusal(
     "KV connectors, and settings of connectors, that the table of connectors refuses for one recurrent state",
@@ -293,9 +281,8 @@ STATE_CONNECTOR = Refusal(
     change="--kv-transfer-config")
 EXPORTED_TABLE = Refusal(
     "a KV connector that exports in attention, with a back end whose metadata has a copy of the block table",
-    "it exports by that copy, which names shadow pages",
-    message="KV connector {name} exports layer {layer} in attention, with back end {impl}: its metadata has a copy of "
-    "the block table, which names shadow pages in mode stage", modes=("stage",),
+    "it exports in attention by a copy of the block table, which names shadow pages",
+    message="KV connector {name}, layer {layer} with back end {impl}: {why}", modes=("stage",),
     change="--kv-transfer-config, or VLLM_NWOR_MODE=cow")
 
 REFUSALS = (
