@@ -22,12 +22,7 @@ class StepListener:
     """
 
     def begin(
-        self,
-        query_start_loc: Sequence[int],
-        num_draft_tokens: Sequence[int],
-        slot_mappings: Mapping[str, Tensor],
-        block_tables: Mapping[str, Tensor] | None = None,
-        seq_lens: Tensor | None = None,
+        self, query_start_loc: Sequence[int], num_draft_tokens: Sequence[int], slot_mappings: Mapping[str, Tensor]
     ) -> None:
         """The inputs of the step are prepared. Nothing is redirected or written yet. The step may still run without a
         window."""

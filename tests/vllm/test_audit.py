@@ -12,7 +12,6 @@ from nwor_ops.vllm.transaction.layers.target import TargetLayer
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 4, 4, 2, 8
 SLOTS = torch.tensor([0, 1, 2])  # a token and its two drafts; the second draft is rejected
-TABLE = torch.tensor([[0, 1], [2, 0]])  # the batch is only the first request, which has 3 tokens: block 0
 ELSEWHERE = "bytes differ from the expected ones"
 
 
@@ -25,7 +24,7 @@ class Step:
         layer = TargetLayer("target", "0", self.target, LayerCache.packed(self.target), write_rows)
         self.audit = CacheAudit([layer], 8, others_write)
         rows = torch.arange(2.0 * 3 * HEADS * WIDTH).view(2, 3, HEADS, WIDTH) + 2
-        self.audit.begin([0, 3], [2], {"0": SLOTS}, {"0": TABLE}, torch.tensor([3, 8]))
+        self.audit.begin([0, 3], [2], {"0": SLOTS})
         self.before = self.target.clone()
         self.audit.record("target", rows[0], rows[1], SLOTS, 0, ())
         write_rows(rows[0], rows[1], self.target, SLOTS)
@@ -114,12 +113,9 @@ def test_steps_compare_few_tiles_of_large_cache() -> None:
 
 @pytest.mark.parametrize("block", range(BLOCKS))
 @pytest.mark.parametrize(("others_write", "by_block"), [(True, False), (False, False), (True, True)])
-def test_batch_blocks_are_compared_if_others_write(others_write: bool, by_block: bool, block: int) -> None:
-    """The changed slot belongs to no token of this step. If a block of all layers is one page, the drafter's is too.
-
-    Block 1 is in the request's row of the table, after its length. Block 2 is in another request's row, and block 3 in
-    none.
-    """
+def test_written_blocks_are_compared_if_others_write(others_write: bool, by_block: bool, block: int) -> None:
+    """The changed slot belongs to no token of this step, which writes block 0. If a block of all layers is one page,
+    the drafter's is too."""
     step = Step(others_write, by_block)
     step.undo()
     (step.drafter if by_block else step.target)[block, 3, 0, 0] = 5

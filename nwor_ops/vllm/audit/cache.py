@@ -118,7 +118,7 @@ class CacheAudit(StepListener):
         layers: the target layers.
         max_num_tokens: maximum number of tokens in one batch, padding included.
         others_write: whether a KV connector may write to the blocks of waiting requests at any time. If so, only the
-            blocks of requests in the batch are compared. If a block of all layers is one page, everything in that page
+            blocks that the step may write are compared. If a block of all layers is one page, everything in that page
             is compared.
         recurrent: the groups of recurrent layers of a hybrid model, which do not belong to the transaction.
         rest_bytes: how much each step compares besides the pages that it may write.
@@ -154,12 +154,7 @@ class CacheAudit(StepListener):
     # ------------------------------------------------------------ events of the session
 
     def begin(
-        self,
-        query_start_loc: Sequence[int],
-        num_draft_tokens: Sequence[int],
-        slot_mappings: Mapping[str, Tensor],
-        block_tables: Mapping[str, Tensor] | None = None,
-        seq_lens: Tensor | None = None,
+        self, query_start_loc: Sequence[int], num_draft_tokens: Sequence[int], slot_mappings: Mapping[str, Tensor]
     ) -> None:
         """Expect the cache as it is before the forward: vLLM may have cleared or copied blocks."""
         for recorder in self._recorders.values():
@@ -169,10 +164,6 @@ class CacheAudit(StepListener):
         self._step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots)
         recurrent = [group.blocks() for group in self._recurrent]
         written = {group: (own[own >= 0] // self._block_sizes[group]).unique() for group, own in slots.items()}
-        owned = None
-        if self.others_write and block_tables is not None and seq_lens is not None:
-            lens = seq_lens[: len(starts) - 1].tolist()
-            owned = {group: self._blocks(group, table, lens) for group, table in block_tables.items()}
         for address, watched in self._watched.items():
             states = [
                 (state, blocks)
@@ -180,9 +171,9 @@ class CacheAudit(StepListener):
                 for state in group.states
                 if state.untyped_storage().data_ptr() == address
             ]
-            watched.watch(itertools.chain(self._pages(watched, owned or written), itertools.starmap(Pages, states)))
+            watched.watch(itertools.chain(self._pages(watched, written), itertools.starmap(Pages, states)))
             watched.expect(watched.read())
-            watched.left_out = self._left_out(watched, owned, states)
+            watched.left_out = self._left_out(watched, written, states)
 
     def loading(self) -> None:
         """Copy the cache before a KV connector loads rows or waits for them."""
@@ -438,8 +429,8 @@ class CacheAudit(StepListener):
             if slots:
                 tokens = listed(sorted(slots), step.slot_mappings[group])
                 text += f" rejected drafts of group {group} left their rows in slots {tokens};"
-        if watched.marked(wrong).any():
-            text += f" {int(watched.marked(wrong).sum())} bytes differ from the expected ones"
+        if count := int(watched.marked(wrong).sum()):
+            text += f" {count} bytes differ from the expected ones"
             for layer in self._layers_in(watched):
                 own = step.slot_mappings[layer.group]
                 if slots := self._marked_slots(layer, wrong, own[own >= 0]):
@@ -457,13 +448,13 @@ class CacheAudit(StepListener):
     # ------------------------------------------------------------ bytes that are compared, and those that are not
 
     def _left_out(
-        self, watched: WatchedStorage, owned: Mapping[str, Tensor] | None, states: Sequence[tuple[Tensor, Tensor]]
+        self, watched: WatchedStorage, written: Mapping[str, Tensor], states: Sequence[tuple[Tensor, Tensor]]
     ) -> Tensor | None:
-        """Return what others may change: bytes outside of ``owned``, states of this step, and shadow pages."""
-        if owned is None and not states and not self._shadow_blocks:
+        """Return what others may change: states of this step, shadow pages, and what a KV connector may write."""
+        if not self.others_write and not states and not self._shadow_blocks:
             return None
-        marks = watched.marks(int(owned is not None))
-        for pages in self._pages(watched, owned or {}):
+        marks = watched.marks(int(self.others_write))
+        for pages in self._pages(watched, written):
             pages.mark(marks, 0)
         for state, blocks in states:
             same_place(state.view(torch.uint8), marks.untyped_storage())[blocks.to(marks.device)] = 1
@@ -477,12 +468,6 @@ class CacheAudit(StepListener):
         """Return the pages in a storage of these blocks, by group."""
         layers = [layer for layer in self._layers_in(watched) if layer.group in blocks]
         return (Pages(plane.view, blocks[layer.group]) for layer in layers for plane in layer.cache.planes)
-
-    def _blocks(self, group: str, table: Tensor, seq_lens: list[int]) -> Tensor:
-        """Return the blocks of the requests in a block table, by their lengths."""
-        rows = table[: len(seq_lens)].cpu()
-        size = self._block_sizes[group]
-        return torch.cat([row[: -(-length // size)] for row, length in zip(rows, seq_lens, strict=True)]).long()
 
     def _layers_of(self, group: str) -> Iterable[TargetLayer]:
         return (layer for layer in self._layers.values() if layer.group == group)

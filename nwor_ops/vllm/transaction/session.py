@@ -293,11 +293,9 @@ class Session:
         self.close_interrupted()
         if not self.notifies("begin"):
             return
-        layout, (query_start_loc, num_draft_tokens) = self.layout, step.on_host()
+        query_start_loc, num_draft_tokens = step.on_host()
         for listener in self._listeners_of["begin"]:
-            listener.begin(
-                query_start_loc, num_draft_tokens, layout.slot_mappings, layout.block_tables, step.window.seq_lens
-            )
+            listener.begin(query_start_loc, num_draft_tokens, self.layout.slot_mappings)
 
     def after_failure(self, close: Callable[[], None]) -> None:
         """Close the window of a step that failed. The original exception propagates; an error while closing is only
