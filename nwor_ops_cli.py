@@ -67,15 +67,22 @@ def options(
 @contextlib.contextmanager
 def _reporting(command: str, as_json: bool) -> Iterator[Report]:
     """Yield the output of a command. Print the reason if it stops, and exit with its code."""
-    from nwor_ops.cli.report import Report, Stopped
+    from nwor_ops.cli.report import Exit, Report, Stopped
+    from nwor_ops.testing.engine_process import EngineFailed
 
     report = Report(command, as_json)
     try:
         yield report
+        return
     except Stopped as stopped:
-        report.error(str(stopped))
-        report.json({"exit_code": stopped.code, "error": str(stopped)})
-        raise typer.Exit(stopped.code) from None
+        sentence, code = str(stopped), stopped.code
+    except EngineFailed as error:
+        sentence, code = str(error), Exit.FAILED
+    except KeyboardInterrupt:
+        sentence, code = "interrupted", Exit.INTERRUPTED
+    report.error(sentence)
+    report.json({"exit_code": code, "error": sentence})
+    raise typer.Exit(code)
 
 
 @app.command()

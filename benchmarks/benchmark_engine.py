@@ -59,7 +59,7 @@ class TimedEngine:
         gc.freeze()  # exclude the objects of start-up from garbage collection
         self._runs = 0
 
-    def versions(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         runner = self._llm.collective_rpc(runner_module)[0]
         return {"start_seconds": self._start_seconds, "runner": runner, **self._plugin()}
 

@@ -6,8 +6,8 @@ both sides, so that both see the same machine. ``bench_report`` decides what the
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import enum
 import functools
 import math
 import os
@@ -21,15 +21,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nwor_ops.cli.bench_client import Client, Run
-from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, as_dict, print_loads
-from nwor_ops.cli.check import reasons_of, stopping_if_refused
-from nwor_ops.cli.report import Report, Stopped, check_model, make_folder, plugin_problem, silence_vllm, versions
+from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, Run, as_dict, print_loads
+from nwor_ops.cli.check import look_at, reasons_of
+from nwor_ops.cli.report import Exit, Report, Stopped, handling, make_folder, plugin_problem, versions
 from nwor_ops.config import SUGGESTED_ROWS, SWITCH, is_ours
-from nwor_ops.testing.engine_process import STOP_SECONDS, EngineFailed, Server
+from nwor_ops.testing.engine_process import STOP_SECONDS, EngineFailed, Server, error_of
 
 START_SECONDS = 3600.0  # a large model may be downloaded and compiled
 WARM_UP_SEEDS = (2**31 - 1, 2**31 - 2)  # no round has them
+# The same tokens on both sides, apart from rounding. The user's arguments come after these and override them.
+TRAFFIC = ("--dataset-name", "random", "--random-input-len", "512", "--random-output-len", "256", "--temperature", "0")
+_RESET_SECONDS = 30.0
 # Every setting that could differ between the sides. The environment wins over --additional-config.
 _ALL_OFF = {
     SWITCH: "on",
@@ -65,18 +67,6 @@ FEATURES = {
 }
 
 
-class Outcome(enum.IntEnum):
-    """The exit code of ``nwor-ops bench``."""
-
-    MEASURED = 0  # every load was measured, whatever the ratio
-    FAILED = 1  # a server or a request failed
-    INVALID = 2  # the command line or a setting is invalid
-    REFUSED = 3  # the plugin refuses the feature for this engine
-    ENGINE = 4  # vLLM itself refuses the arguments
-    NOT_COMPARABLE = 5  # the acceptance of the two sides differs
-    INTERRUPTED = 130
-
-
 @dataclass(frozen=True)
 class BenchOptions:
     """The options of the command; see ``nwor-ops bench --help``.
@@ -108,7 +98,7 @@ class BenchOptions:
         """Return the variables that this command sets for a side."""
         if side == OURS:
             return _ALL_OFF | {name: value for one in self.features for name, value in one.switch.items()}
-        return {SWITCH: "off"} | dict(self.vanilla_environment)
+        return {**self.vanilla_environment, SWITCH: "off"}
 
     def environment(self, side: str) -> dict[str, str]:
         """Return the complete environment of a side's server. It lets a client empty the prefix cache."""
@@ -143,8 +133,6 @@ def parse_variables(texts: Sequence[str]) -> dict[str, str]:
         name, is_assignment, value = text.partition("=")
         if not name or not is_assignment:
             raise Stopped(f"--vanilla-env must be NAME=VALUE, got {text!r}")
-        if is_ours(name):
-            raise Stopped(f"--vanilla-env: {name} is a setting of nwor_ops, and the vanilla side runs without it")
         variables[name] = value
     return variables
 
@@ -160,14 +148,8 @@ def parse_words(option: str, text: str) -> tuple[str, ...]:
 def run_bench(options: BenchOptions, report: Report) -> int:
     """Measure, print and write the results, and return the exit code. No server runs afterwards. Raises Stopped."""
     make_folder(options.output)
-    check_model("MODEL", options.arguments[0])
-    try:
-        with handling(signal.default_int_handler, signal.SIGTERM):
-            result, loads = _measure(options, report)
-    except EngineFailed as error:
-        raise Stopped(str(error), Outcome.FAILED) from None
-    except KeyboardInterrupt:
-        raise Stopped("interrupted; the servers are stopped", Outcome.INTERRUPTED) from None
+    with handling(signal.default_int_handler, signal.SIGTERM):  # as Ctrl-C, which also stops the servers
+        result, loads = _measure(options, report)
     written = report.write_json(options.output / "result.json", result)
     report.json(result)
     print_loads(report, options.feature, loads)
@@ -180,42 +162,18 @@ def run_bench(options: BenchOptions, report: Report) -> int:
     return int(result["exit_code"])
 
 
-@contextlib.contextmanager
-def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals differently: as Ctrl-C, which also stops the servers, or not at all while they stop."""
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
 # ---------------------------------------------------------------- before the start
 
 
 def prepare(options: BenchOptions) -> Any:
     """Return vLLM's configuration, after the checks of ``nwor-ops check``. They need no server. Raises Stopped."""
     if problem := plugin_problem():  # else both servers would be vanilla
-        raise Stopped(f"{options.feature} will be refused: {problem}", Outcome.REFUSED)
-    environment = dict(os.environ)
-    silence_vllm()
-    from nwor_ops.vllm import check
-
-    for name in filter(is_ours, environment):
-        del os.environ[name]
-    os.environ.update(options.settings(OURS))
-    try:
-        with stopping_if_refused(options.arguments[0]):
-            config = check.configure(options.arguments)
-            predictions = check.look(config)["features"]
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
-    for prediction in predictions:
+        raise Stopped(f"{options.feature} will be refused: {problem}", Exit.REFUSED)
+    config, preview = look_at(options.arguments, options.settings(OURS))
+    for prediction in preview["features"]:
         name = prediction["feature"]
         if name in {feature.name for feature in options.features} and not prediction["runs"]:
-            raise Stopped(f"{name} will be refused: {'; '.join(reasons_of(prediction))}", Outcome.REFUSED)
+            raise Stopped(f"{name} will be refused: {'; '.join(reasons_of(prediction))}", Exit.REFUSED)
     return config
 
 
@@ -237,7 +195,14 @@ def running(options: BenchOptions, memory: Sequence[str], report: Report, *sides
     One after the other, because vLLM measures the memory that its start takes from the device.
     """
     servers: dict[str, Server] = {}
-    try:
+
+    def stop() -> None:
+        for server in servers.values():
+            server.terminate()
+        for server in servers.values():
+            server.stop()
+
+    with report.ending("the servers", len(sides) * STOP_SECONDS, stop):
         for side in sides:
             log = options.output / f"{side}.log"
             servers[side] = Server([*options.arguments_of(side), *memory], options.environment(side), log)
@@ -249,16 +214,79 @@ def running(options: BenchOptions, memory: Sequence[str], report: Report, *sides
                 more = "; with --restart each side has the whole memory" if short else ""
                 raise EngineFailed(f"{title}: {error}{more}") from None
         yield servers
-    except KeyboardInterrupt:
-        names = " and ".join(servers)
-        report.notice(f"interrupted; waiting for the servers to end ({names}), {STOP_SECONDS} s each at most")
-        raise
-    finally:
-        with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
-            for server in servers.values():
-                server.terminate()
-            for server in servers.values():
-                server.stop()
+
+
+class Client:
+    """Sends requests to servers.
+
+    Args:
+        arguments: arguments of ``vllm bench serve``, after ``TRAFFIC``.
+        model: vLLM's configuration of the model, which names the tokenizer.
+        log: a file for the client's output.
+
+    Raises:
+        SystemExit: the client does not know an argument. Its parser has printed which one.
+    """
+
+    def __init__(self, arguments: Sequence[str], model: Any, log: pathlib.Path) -> None:
+        self._log = log
+        self._log.write_text("")
+        self._words = ["--tokenizer", str(model.tokenizer), "--tokenizer-mode", str(model.tokenizer_mode)]
+        self._words += ["--trust-remote-code"] * bool(model.trust_remote_code)
+        self._words += [*TRAFFIC, *arguments, "--save-detailed", "--disable-tqdm"]
+        self._parse(port=0, requests=1, prompts=1, seed=0)
+
+    def run(self, server: Server, requests: int, prompts: int, seed: int) -> Run:
+        """Send ``prompts`` requests, ``requests`` at a time, to a server with an empty prefix cache.
+
+        Raises:
+            EngineFailed: the server ended, or a request failed.
+        """
+        from vllm.benchmarks import serve
+
+        with self._log.open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            try:
+                _empty_prefix_cache(server)
+                measured = serve.main(self._parse(server.port, requests, prompts, seed))
+            except (Exception, SystemExit) as error:
+                raise EngineFailed(self._reason(server, f"{type(error).__name__}: {error}")) from error
+        if measured["failed"] or measured["completed"] != prompts:
+            lines = next(filter(None, measured["errors"]), "no reason given").strip().splitlines()
+            raise EngineFailed(self._reason(server, f"{measured['failed']} of {prompts} requests failed: {lines[-1]}"))
+        return Run(
+            prompts=prompts,
+            seconds=measured["duration"],
+            tok_s=measured["output_throughput"],
+            ttft_ms=float(measured["median_ttft_ms"]),
+            tpot_ms=float(measured["median_tpot_ms"]),
+            output_tokens=measured["total_output_tokens"],
+            drafts=measured.get("spec_decode_num_drafts", 0),
+            accepted=measured.get("spec_decode_accepted_tokens", 0),
+        )
+
+    def _reason(self, server: Server, error: str) -> str:
+        if server.alive():
+            return f"{error} (logs: {self._log}, {server.log_file})"
+        return f"the server ended: {error_of(server.log)} (log: {server.log_file})"
+
+    def _parse(self, port: int, requests: int, prompts: int, seed: int) -> argparse.Namespace:
+        from vllm.benchmarks import serve
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        fixed = {"port": port, "num-prompts": prompts, "max-concurrency": requests, "seed": seed}
+        words = [word for name, value in fixed.items() for word in (f"--{name}", str(value))]
+        parser = FlexibleArgumentParser(prog="nwor-ops bench: --client-args: vllm bench serve")
+        serve.add_cli_args(parser)
+        return parser.parse_args([*self._words, *words, "--ready-check-timeout-sec", "0"])
+
+
+def _empty_prefix_cache(server: Server) -> None:
+    """Empty the prefix cache, so that no run profits from an earlier one."""
+    deadline = time.monotonic() + _RESET_SECONDS
+    while '"success":true' not in server.get("/reset_prefix_cache", method="POST").replace(" ", ""):
+        if time.monotonic() > deadline:  # blocks of the last run are still held
+            raise RuntimeError(f"the prefix cache could not be emptied for {_RESET_SECONDS:.0f} s")
+        time.sleep(0.2)
 
 
 # ---------------------------------------------------------------- measurements
@@ -321,7 +349,7 @@ def measure_rounds(
 def _describe(options: BenchOptions, config: Any, memory: Sequence[str], loads: Sequence[Load]) -> dict[str, Any]:
     comparable = all(load.finding is not Finding.NOT_COMPARABLE for load in loads)
     return {
-        "exit_code": (Outcome.MEASURED if comparable else Outcome.NOT_COMPARABLE).value,
+        "exit_code": Exit.FINE if comparable else Exit.NOT_COMPARABLE,
         "command": shlex.join(["nwor-ops", *sys.argv[1:]]),
         "feature": options.feature,
         "model": config.model_config.model,

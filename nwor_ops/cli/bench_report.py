@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nwor_ops.cli.bench_client import Run
 from nwor_ops.cli.report import GOOD, NOTE, Report
 
 VANILLA, OURS = "vanilla", "nwor"
@@ -30,16 +29,38 @@ class Finding(str, enum.Enum):
 
 
 @dataclass(frozen=True)
+class Run:
+    """One run of the client: ``prompts`` requests, a constant number of them at a time.
+
+    Attributes:
+        tok_s: output tokens per second.
+        ttft_ms: median time to the first token.
+        tpot_ms: median time per further token.
+        drafts: how often a request's drafts were verified.
+        accepted: accepted draft tokens.
+    """
+
+    prompts: int
+    seconds: float
+    tok_s: float
+    ttft_ms: float
+    tpot_ms: float
+    output_tokens: int
+    drafts: int
+    accepted: int
+
+
+@dataclass(frozen=True)
 class Acceptance:
     """What the drafts of one side gave, over all its runs.
 
     Attributes:
-        length: tokens that a step with drafts emits per request: the accepted drafts, and one more.
-        share: such steps per output token. It differs if one side drafts more often.
+        tokens_per_step: tokens that a step with drafts emits per request: the accepted drafts, and one more.
+        steps_per_output_token: such steps. The number differs if one side drafts more often.
     """
 
-    length: float
-    share: float
+    tokens_per_step: float
+    steps_per_output_token: float
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Acceptance | None:
@@ -80,11 +101,10 @@ class Load:
         if not self.same_drafts:
             return None
         limit = f"differ by more than {100 * ACCEPTANCE_TOLERANCE:.0f} %"
-        if _differ(vanilla.length, ours.length):
-            return f"{vanilla.length:.2f} (vanilla) and {ours.length:.2f} tokens per step {limit}"
-        if _differ(vanilla.share, ours.share):
-            shares = f"{100 * vanilla.share:.1f} (vanilla) and {100 * ours.share:.1f}"
-            return f"{shares} steps with drafts per 100 output tokens {limit}"
+        if _differ(one := vanilla.tokens_per_step, other := ours.tokens_per_step):
+            return f"{one:.2f} (vanilla) and {other:.2f} tokens per step {limit}"
+        if _differ(one := vanilla.steps_per_output_token, other := ours.steps_per_output_token):
+            return f"{100 * one:.1f} (vanilla) and {100 * other:.1f} steps with drafts per 100 output tokens {limit}"
         return None
 
     @property
@@ -114,12 +134,12 @@ class Load:
         return median if self.interval is None else f"{median} ({self.interval[0]:.3f} to {self.interval[1]:.3f})"
 
     def median(self, side: str, name: str) -> float:
-        """Return the median of a field of :class:`~nwor_ops.cli.bench_client.Run` over a side's runs."""
+        """Return the median of a field of :class:`Run` over a side's runs."""
         return statistics.median(getattr(run, name) for run in self.runs[side])
 
 
-def _differ(some: float, other: float) -> bool:
-    return abs(some / other - 1) > ACCEPTANCE_TOLERANCE
+def _differ(one: float, other: float) -> bool:
+    return abs(one / other - 1) > ACCEPTANCE_TOLERANCE
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float] | None:
@@ -149,16 +169,12 @@ def as_dict(load: Load) -> dict[str, Any]:
     if load.obstacle is None:
         low, high = load.interval or (None, None)
         ratio = {"median": statistics.median(load.ratios), "rounds": load.ratios, "low": low, "high": high}
-    acceptance = {
-        side: None if drafts is None else {"tokens_per_step": drafts.length, "steps_per_output_token": drafts.share}
-        for side, drafts in load.acceptance.items()
-    }
     return {
         "requests": load.requests,
         "finding": load.finding.value,
         "obstacle": load.obstacle,
         "ratio": ratio,
-        "acceptance": acceptance,
+        "acceptance": {side: drafts and asdict(drafts) for side, drafts in load.acceptance.items()},
         "runs": {side: [asdict(run) for run in load.runs[side]] for side in SIDES},
     }
 
@@ -184,7 +200,7 @@ def print_loads(report: Report, feature: str, loads: Sequence[Load]) -> None:
                 f"{load.median(side, 'tok_s'):,.1f}",
                 f"{load.median(side, 'ttft_ms'):,.1f} ms",
                 f"{load.median(side, 'tpot_ms'):,.2f} ms",
-                "-" if acceptance is None else f"{acceptance.length:.2f}",
+                "-" if acceptance is None else f"{acceptance.tokens_per_step:.2f}",
                 "" if side == VANILLA else load.ratio,
             ))  # fmt: skip
     report.table(rows, left=2)

@@ -3,63 +3,65 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nwor_ops.cli.report import BAD, GOOD, Report, Stopped, check_model, silence_vllm
+from nwor_ops.cli.report import BAD, GOOD, Exit, Report, Stopped, check_model, silence_vllm
+from nwor_ops.config import is_ours
 
 
-class Outcome(enum.IntEnum):
-    """The exit code of ``nwor-ops check``."""
+def look_at(arguments: Sequence[str], settings: Mapping[str, str] | None = None) -> tuple[Any, dict[str, Any]]:
+    """Return vLLM's configuration for the arguments of ``vllm serve``, and :func:`nwor_ops.vllm.check.look` at it.
 
-    RUNS = 0  # no check refuses a feature that is switched on
-    INVALID = 2  # the command line or a setting is invalid
-    REFUSED = 3  # a feature that is switched on will be refused
-    ENGINE = 4  # vLLM itself refuses the arguments
+    The environment stays as it is. Its settings of nwor_ops count, or ``settings`` in their place. Raises Stopped if
+    vLLM refuses the arguments, or if a setting is invalid.
+    """
+    check_model("MODEL", arguments[0])
+    environment = dict(os.environ)
+    silence_vllm()
+    from nwor_ops.vllm.check import InvalidEngine, configure, look
 
-
-@contextlib.contextmanager
-def stopping_if_refused(model: str) -> Iterator[None]:
-    """Raise Stopped if vLLM refuses the arguments, or if a setting is invalid."""
-    from nwor_ops.vllm.check import InvalidEngine
-
+    if settings is not None:
+        for name in filter(is_ours, environment):
+            del os.environ[name]
+        os.environ.update(settings)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            yield
+            config = configure(arguments)
+            return config, look(config)
     except InvalidEngine as error:
         subject = "vLLM refuses these arguments"
         cause = type(error.__cause__)
-        if not os.path.exists(model) and (cause is OSError or "huggingface_hub" in cause.__module__):
-            subject = f"there is no folder {model}, and vLLM could not load a model of this name"
-        raise Stopped(f"{subject}: {error}", Outcome.ENGINE) from None
+        if not os.path.exists(arguments[0]) and (cause is OSError or "huggingface_hub" in cause.__module__):
+            subject = f"there is no folder {arguments[0]}, and vLLM could not load a model of this name"
+        raise Stopped(f"{subject}: {error}", Exit.ENGINE) from None
     except ValueError as error:
         raise Stopped(str(error)) from None
     except SystemExit as end:  # vLLM's parser has printed the reason
         if not end.code:
             raise  # --help
         raise Stopped("an argument is unknown or malformed; vLLM's parser says which one, above") from None
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def run_check(arguments: Sequence[str], report: Report) -> int:
     """Check the arguments of ``vllm serve``, print the result, and return the exit code. Raises Stopped."""
-    check_model("MODEL", arguments[0])
-    silence_vllm()
-    with report.task("checking the engine's arguments"), stopping_if_refused(arguments[0]):
-        from nwor_ops.vllm.check import configure, look, switches_of
-
-        preview = look(configure(arguments))
-    result = {"exit_code": outcome_of(preview).value, **preview, "switches": switches_of(preview)}
+    with report.task("checking the engine's arguments"):
+        _, preview = look_at(arguments)
+        from nwor_ops.vllm.check import switches_of
+    result = {"exit_code": outcome_of(preview), **preview, "switches": switches_of(preview)}
     report.json(result)
     print_preview(result, report)
-    return outcome_of(preview).value
+    return outcome_of(preview)
 
 
-def outcome_of(preview: Mapping[str, Any]) -> Outcome:
+def outcome_of(preview: Mapping[str, Any]) -> Exit:
     refused = any(feature["switched_on"] and not feature["runs"] for feature in preview["features"])
-    return Outcome.REFUSED if refused else Outcome.RUNS
+    return Exit.REFUSED if refused else Exit.FINE
 
 
 def reasons_of(feature: Mapping[str, Any]) -> list[str]:

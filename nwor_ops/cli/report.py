@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import logging
 import os
 import pathlib
 import platform
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -27,15 +29,27 @@ PLUGIN = "nwor_ops"  # the name of the entry point
 GOOD, BAD, NOTE = "bold green", "bold red", "yellow"
 
 
+class Exit(enum.IntEnum):
+    """The exit code of a command."""
+
+    FINE = 0
+    FAILED = 1  # an engine or a request failed, or a claim of the demo does not hold
+    INVALID = 2  # the command line or a setting is invalid
+    REFUSED = 3  # the plugin will refuse a feature
+    ENGINE = 4  # vLLM itself refuses the arguments
+    LIBRARY = 5  # a library that this machine needs is missing or does not load, or torch cannot use its GPU
+    OP = 6  # an op gives a wrong result
+    PLUGIN = 7  # vLLM does not load the plugin, its version or a hook differs, or a setting is invalid
+    AUDIT = 8  # the audit of an engine found an error
+    NOTHING = 9  # no step with drafts was audited
+    NOT_COMPARABLE = 10  # the acceptance of two engines differs
+    INTERRUPTED = 130
+
+
 class Stopped(Exception):
-    """The command ends without a result.
+    """The command ends without a result, for this reason."""
 
-    Args:
-        sentence: the reason.
-        code: the exit code. 2: the command line or a setting is invalid.
-    """
-
-    def __init__(self, sentence: str, code: int = 2) -> None:
+    def __init__(self, sentence: str, code: Exit = Exit.INVALID) -> None:
         super().__init__(sentence)
         self.code = code
 
@@ -80,8 +94,23 @@ class Report:
         self._err.print(f"[{BAD}]nwor-ops {self.command}:[/] {escape(sentence)}")
 
     def notice(self, sentence: str) -> None:
-        """Print a sentence on stderr that is no error, such as what an interrupted command waits for."""
+        """Print a sentence on stderr that is no error."""
         self._err.print(f"nwor-ops {self.command}: {sentence}", markup=False)
+
+    @contextlib.contextmanager
+    def ending(self, what: str, seconds: float, end: Callable[[], None]) -> Iterator[None]:
+        """Call ``end`` afterwards, whatever happens. An interrupted command says what it waits for.
+
+        Another Ctrl-C does not interrupt ``end``, so no process is left.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.notice(f"interrupted; waiting for {what} to end, {seconds:.0f} s at most")
+            raise
+        finally:
+            with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
+                end()
 
     def write_json(self, file: pathlib.Path, value: Mapping[str, Any]) -> bool:
         """Write the result. An error, such as a full disk, is printed, because the result is printed too."""
@@ -110,6 +139,17 @@ class Report:
             self._err.print(f"{title} ...", markup=False)
             yield lambda: None
         self._err.print(f"[green]done[/] in {time.monotonic() - started:.0f} s: {escape(title)}")
+
+
+@contextlib.contextmanager
+def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals differently."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 # ---------------------------------------------------------------- vLLM's own output

@@ -6,7 +6,7 @@ a bug report. It has chosen values only: neither prompts, arguments, paths nor t
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import os
 import pathlib
 import platform
@@ -14,13 +14,15 @@ import re
 import shlex
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 import nwor_ops
-from nwor_ops.cli.report import BAD, GOOD, Report, Stopped, make_folder, versions
+from nwor_ops.cli.check import look_at
+from nwor_ops.cli.report import BAD, GOOD, Exit, Report, Stopped, make_folder, versions
 from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.testing.against_oracle import run_round
 from nwor_ops.testing.engine_process import CLOSING_SECONDS, EngineFailed, EngineProcess
@@ -29,30 +31,6 @@ SHARE_OF_OPS = 0.1  # of the time, if an engine runs too
 SLICE_SECONDS = 60.0  # of the engine's work between two commands
 PATIENCE_SECONDS = 3600.0  # the start of an engine may download and compile a large model
 _AUDIT_ERROR = re.compile(r"\bAuditError: (.+)$", re.MULTILINE)
-_INVALID = re.compile(r"InvalidArguments: (.*?)(?: \(log: |$)", re.DOTALL)
-
-
-class Outcome(enum.IntEnum):
-    """The exit code of ``nwor-ops verify``."""
-
-    FINE = 0  # no difference
-    INVALID = 2  # the command line or a setting is invalid
-    OP = 3  # an op differs from its oracle
-    ENGINE = 4  # the audit of the engine found an error
-    START = 5  # the engine did not start
-    ENDED = 6  # the engine ended by another error
-    NOTHING = 7  # the engine ran, but no step with drafts was audited
-    INTERRUPTED = 130
-
-
-SENTENCES = {
-    Outcome.FINE: "no error found",
-    Outcome.OP: "an op differs from its oracle",
-    Outcome.ENGINE: "the audit of the engine found an error",
-    Outcome.START: "the engine did not start",
-    Outcome.ENDED: "the engine ended by an error that the audit did not find",
-    Outcome.NOTHING: "no step with drafts was audited: add --speculative-config, or give more --minutes",
-}
 
 
 @dataclass(frozen=True)
@@ -78,12 +56,16 @@ class Result:
     ``command`` repeats the first wrong window of an op.
     """
 
-    outcome: Outcome = Outcome.FINE
+    exit_code: Exit = Exit.FINE
+    outcome: str = "no error found"
     error: str | None = None
     command: str | None = None
-    vllm_error: str | None = None
     ops: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    vllm_error: str | None = None  # printed only
+
+    def end(self, exit_code: Exit, outcome: str, error: str | None = None, vllm_error: str | None = None) -> None:
+        self.exit_code, self.outcome, self.error, self.vllm_error = exit_code, outcome, error, vllm_error
 
 
 def check_options(options: VerifyOptions) -> None:
@@ -112,37 +94,30 @@ def prompts_of(options: VerifyOptions) -> list[str]:
 
 def run_verify(options: VerifyOptions, report: Report) -> int:
     """Compare, print and write the result, and return the exit code. Raises Stopped if vLLM refuses the arguments."""
-    result, seconds = Result(), options.minutes * 60
-    engine = start_program(options) if options.arguments else None
-    try:
-        if engine is not None:
-            with report.task("reading the engine's arguments"):
-                _read_arguments(engine)
-        share = SHARE_OF_OPS if engine else 1.0
-        with report.task(f"comparing random windows of every op on {options.device}"):
-            _compare_ops(options, seconds * share, result)
-        if engine is not None and result.outcome is Outcome.FINE:
-            _audit_engine(engine, seconds * (1 - share), report, result)
-            if result.outcome is Outcome.FINE and without_hits(result.engine):
-                engine.close()
-                engine = start_program(options, drafts=False)
-                _repeat_without_drafts(engine, report, result)
-    except KeyboardInterrupt:
-        if engine is not None:
-            report.notice(f"interrupted; waiting for the engine to end, {CLOSING_SECONDS:.0f} s at most")
-        raise Stopped("interrupted", Outcome.INTERRUPTED) from None
-    finally:
-        if engine is not None:
-            engine.close()
-            for job in options.output.glob("engine*.job.json"):  # they have the prompts
-                job.unlink()
-    found = _as_dict(options, result)
-    written = report.write_json(options.output / "report.json", found)
-    report.json(found | {"vllm_error": result.vllm_error})
+    result, seconds, share = Result(), options.minutes * 60, 1.0
+    if options.arguments:
+        share = SHARE_OF_OPS
+        with report.task("reading the engine's arguments"):
+            check_arguments(options)
+    with report.task(f"comparing random windows of every op on {options.device}"):
+        _compare_ops(options, seconds * share, result)
+    if options.arguments and result.exit_code == Exit.FINE:
+        _audit_engine(options, seconds * (1 - share), report, result)
+    values = _as_dict(options, result)
+    vllm_error = {"vllm_error": values.pop("vllm_error")}
+    written = report.write_json(options.output / "report.json", values)
+    report.json(values | vllm_error)
     _print(options, result, report)
     if written:
         report.line(f"report for a bug report: {options.output / 'report.json'}")
-    return result.outcome.value
+    return result.exit_code
+
+
+def check_arguments(options: VerifyOptions) -> None:
+    """Check the arguments of the engine as ``nwor-ops check`` does. Raises Stopped."""
+    config, _ = look_at(options.arguments)
+    if config.parallel_config.data_parallel_size > 1:
+        raise Stopped("--data-parallel-size must be 1: the ranks of a dense model are separate engines")
 
 
 # ---------------------------------------------------------------- ops
@@ -158,7 +133,7 @@ def _compare_ops(options: VerifyOptions, seconds: float, result: Result) -> None
             calls += run_round(seed, options.device)
         except Exception as error:  # of an op, whatever it is
             message = str(error).strip() if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-            result.outcome, result.error = Outcome.OP, f"seed {seed}: {message}"
+            result.end(Exit.OP, "an op differs from its oracle", f"seed {seed}: {message}")
             result.command = f"nwor-ops verify --minutes 0 --seed {seed}"
         rounds += 1
     taken = round(time.monotonic() - started, 1)
@@ -168,8 +143,7 @@ def _compare_ops(options: VerifyOptions, seconds: float, result: Result) -> None
 # ---------------------------------------------------------------- the engine
 
 
-def start_program(options: VerifyOptions, drafts: bool = True) -> EngineProcess:
-    """Start the program of the engine, with drafts or without. It reads the arguments first."""
+def start_program(options: VerifyOptions, name: str, drafts: bool) -> EngineProcess:
     job = {"arguments": list(options.arguments), "prompts": prompts_of(options), "seed": options.seed, "drafts": drafts}
     environment = os.environ | {
         "VLLM_NWOR_AUDIT": "1",
@@ -178,41 +152,48 @@ def start_program(options: VerifyOptions, drafts: bool = True) -> EngineProcess:
         "VLLM_NO_USAGE_STATS": "1",
     }
     program = ("-m", "nwor_ops.cli.verify_engine")
-    name = "engine" if drafts else "engine_without_drafts"
     return EngineProcess(name, job, options.output, environment, program, PATIENCE_SECONDS)
 
 
-def _read_arguments(engine: EngineProcess) -> None:
-    try:
-        engine.wait_until_ready()
-    except EngineFailed as error:
-        refusal = _INVALID.search(str(error))
-        raise Stopped(f"vLLM refuses the arguments: {refusal[1] if refusal else error}") from None
+@contextlib.contextmanager
+def running(options: VerifyOptions, report: Report, name: str, drafts: bool = True) -> Iterator[EngineProcess]:
+    """Start the program of an engine, with drafts or without, and end it."""
+    engine = start_program(options, name, drafts)
+
+    def end() -> None:
+        engine.close()
+        (options.output / f"{name}.job.json").unlink()  # it has the prompts
+
+    with report.ending("the engine", CLOSING_SECONDS, end):
+        yield engine
 
 
-def _audit_engine(engine: EngineProcess, seconds: float, report: Report, result: Result) -> None:
+def _audit_engine(options: VerifyOptions, seconds: float, report: Report, result: Result) -> None:
     """Start the engine and serve random requests until the time is over. An error of the audit ends the engine."""
-    started = False
     try:
-        with report.task("starting the engine, audited at every step"):
-            result.engine = engine.ask("start")
-        started = True
-        with report.task("serving a long prompt three times"):
-            result.engine["prefix"] = engine.ask("repeat")
-        with report.task(f"serving random requests for {seconds / 60:.1f} min"):
-            begun, rest = time.monotonic(), seconds
-            while "requests" not in result.engine or rest > 0:  # an engine that fails leaves its last counts
-                result.engine |= engine.ask(f"serve {min(rest, SLICE_SECONDS):.2f}")
-                rest = begun + seconds - time.monotonic()
-        if not audited_windows(result.engine["audits"]):
-            result.outcome = Outcome.NOTHING
-    except EngineFailed as error:
-        engine.close()  # so that its log is complete
-        found = _AUDIT_ERROR.search(engine.log.read_text(errors="replace"))
-        if found is not None:
-            result.outcome, result.error = Outcome.ENGINE, found[1].strip()
+        with running(options, report, "engine") as engine:
+            with report.task("starting the engine, audited at every step"):
+                result.engine = engine.wait_until_ready()
+            with report.task("serving a long prompt three times"):
+                result.engine["prefix"] = engine.ask("repeat")
+            with report.task(f"serving random requests for {seconds / 60:.1f} min"):
+                begun, rest = time.monotonic(), seconds
+                while "requests" not in result.engine or rest > 0:  # an engine that fails leaves its last counts
+                    result.engine |= engine.ask(f"serve {min(rest, SLICE_SECONDS):.2f}")
+                    rest = begun + seconds - time.monotonic()
+    except EngineFailed as error:  # the engine has ended, so its log is complete
+        audit = _AUDIT_ERROR.search((options.output / "engine.log").read_text(errors="replace"))
+        if audit is not None:
+            result.end(Exit.AUDIT, "the audit of the engine found an error", audit[1].strip())
         else:
-            result.outcome, result.vllm_error = Outcome.ENDED if started else Outcome.START, str(error)
+            what = "ended by an error that the audit did not find" if result.engine else "did not start"
+            result.end(Exit.FAILED, f"the engine {what}", vllm_error=str(error))
+        return
+    if not audited_windows(result.engine["audits"]):
+        more = "add --speculative-config, or give more --minutes"
+        result.end(Exit.NOTHING, f"no step with drafts was audited: {more}")
+    elif without_hits(result.engine):
+        _repeat_without_drafts(options, report, result)
 
 
 def without_hits(engine: dict[str, Any]) -> bool:
@@ -220,11 +201,13 @@ def without_hits(engine: dict[str, Any]) -> bool:
     return bool(engine["prefix_caching"] and engine["method"]) and not any(engine["prefix"]["cached_tokens"])
 
 
-def _repeat_without_drafts(engine: EngineProcess, report: Report, result: Result) -> None:
+def _repeat_without_drafts(options: VerifyOptions, report: Report, result: Result) -> None:
     try:
-        with report.task("repeating the prompt without drafts"):
+        with (
+            report.task("repeating the prompt without drafts"),
+            running(options, report, "engine_without_drafts", drafts=False) as engine,
+        ):
             engine.wait_until_ready()
-            engine.ask("start")
             result.engine["prefix"]["cached_tokens_without_drafts"] = engine.ask("repeat")["cached_tokens"]
     except EngineFailed as error:
         report.notice(f"no comparison of prefix hits: {error}")
@@ -258,11 +241,7 @@ def audited_windows(audits: list[dict[str, Any]]) -> int:
 
 def _as_dict(options: VerifyOptions, result: Result) -> dict[str, Any]:
     return {
-        "ok": result.outcome is Outcome.FINE,
-        "exit_code": result.outcome.value,
-        "outcome": SENTENCES[result.outcome],
-        "error": result.error,
-        "command": result.command,
+        "ok": result.exit_code == Exit.FINE,
         "minutes": options.minutes,
         "seed": options.seed,
         "prompts": "random" if options.prompts is None else "from a file",
@@ -274,9 +253,7 @@ def _as_dict(options: VerifyOptions, result: Result) -> dict[str, Any]:
             "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
             "libraries": [library.kind for library in nwor_ops.LIBRARIES if library.loaded],
         },
-        "ops": result.ops,
-        "engine": result.engine,
-    }
+    } | asdict(result)
 
 
 def _print(options: VerifyOptions, result: Result, report: Report) -> None:
@@ -296,8 +273,8 @@ def _print(options: VerifyOptions, result: Result, report: Report) -> None:
             report.line(f"vLLM's recurrent states were not audited: {reason}")
     if "prefix" in result.engine:
         report.line(prefix_sentence(result.engine), "prefix cache")
-    is_fine = result.outcome is Outcome.FINE
-    report.line(f"{SENTENCES[result.outcome]} (exit code {result.outcome.value})", style=GOOD if is_fine else BAD)
+    style = GOOD if result.exit_code == Exit.FINE else BAD
+    report.line(f"{result.outcome} (exit code {result.exit_code:d})", style=style)
     for name in ("error", "command", "vllm_error"):
         if text := getattr(result, name):
             report.line(text, name.replace("vllm_", "vLLM's "))
@@ -311,15 +288,13 @@ def summary(result: Result) -> str:
     The error names step, layer and request. Words of vLLM are left out.
     """
     engine, installed = result.engine, versions()
-    names = {"nwor_ops": "nwor_ops", "vllm": "vLLM", "torch": "torch"}
-    parts = [", ".join(f"{name} {installed[package]}" for package, name in names.items())]
-    if "architecture" in engine:
-        parts.append(
-            f"{engine['architecture']} on {engine['device']}, {engine['method'] or 'no drafts'} "
-            f"K={engine['num_speculative_tokens'] or 0}, mode {engine['settings']['mode']}"
-        )
-    if result.outcome is Outcome.FINE:
+    parts = [
+        f"nwor_ops {installed['nwor_ops']}, vLLM {installed['vllm']}, torch {installed['torch']}",
+        f"{engine['architecture']} on {engine['device']}, {engine['method'] or 'no drafts'} "
+        f"K={engine['num_speculative_tokens'] or 0}, mode {engine['settings']['mode']}",
+    ]
+    if result.exit_code == Exit.FINE:
         parts.append(f"no difference in {audited_windows(engine['audits']):,} steps")
     else:
-        parts.append(result.error or SENTENCES[result.outcome])
+        parts.append(result.error or result.outcome)
     return "; ".join(parts)

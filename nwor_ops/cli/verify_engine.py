@@ -1,29 +1,23 @@
 """The engine of ``nwor-ops verify``: ``python -m nwor_ops.cli.verify_engine JOB.json``.
 
 A job is ``{"arguments": arguments of vllm serve, "drafts": whether it speculates, "prompts": texts or an empty list,
-"seed": number}``. The process first reads the arguments, and answers with the versions. Then it takes commands
-(:func:`nwor_ops.testing.engine_process.serve`):
+"seed": number}``. The environment switches the audit on. An error of the audit ends the process. Its log then has the
+line ``AuditError: ...``. The commands (:func:`nwor_ops.testing.engine_process.serve`):
 
-- ``start``: start the engine. Its environment switches the audit on.
 - ``repeat``: serve a long prompt three times. Return how much of it was in the prefix cache.
 - ``serve SECONDS``: add, abort and serve random requests for this time, at least for one step. Then serve those that
   still run, and abort them after ``LAST_SECONDS``. Return the counts of requests and the audit's summary.
-
-An error of the audit ends the process. Its log then has the line ``AuditError: ...``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import random
-import sys
 import time
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from nwor_ops.cli.report import versions
 from nwor_ops.config import NworConfig
 from nwor_ops.testing.engine_process import serve
 
@@ -41,34 +35,25 @@ SMALL_ENGINE = {"kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 16, "max_model
 STAGE_LENGTH = 1024
 
 
-class InvalidArguments(ValueError):
-    """vLLM's parser or its configuration refuses the arguments."""
-
-
 class AuditedEngine:
     """An engine with the user's arguments, and random requests."""
 
     def __init__(self, job: dict[str, Any]) -> None:
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._config = config = configuration_of(job["arguments"], job["drafts"])
+        self._engine = LLMEngine.from_vllm_config(config)
+        self._vocabulary = config.model_config.get_vocab_size()
+        self._longest = config.model_config.max_model_len
+        self._clients = self._most_clients = min(MOST_CLIENTS, config.scheduler_config.max_num_seqs + 4)  # some wait
         self._dice = random.Random(job["seed"])
-        self._config = read_arguments(job["arguments"], job["drafts"])
         self._texts: list[str] = job["prompts"]
         self._counts: Counter[str] = Counter()
         self._running: dict[str, int] = {}  # by request: the number of tokens after which it is aborted, or 0
         self._seen: list[list[int]] = []
 
-    def versions(self) -> dict[str, Any]:
-        return versions()
-
-    def start(self) -> dict[str, Any]:
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        config = self._config
-        self._engine = LLMEngine.from_vllm_config(config)
-        self._vocabulary = config.model_config.get_vocab_size()
-        self._longest = config.model_config.max_model_len
-        self._most_clients = min(MOST_CLIENTS, config.scheduler_config.max_num_seqs + 4)  # some have to wait
-        self._clients = self._most_clients
-        return describe(config) | {"audits": self._audits()}
+    def describe(self) -> dict[str, Any]:
+        return describe(self._config) | {"audits": self._audits()}
 
     def repeat(self) -> dict[str, Any]:
         from vllm import SamplingParams
@@ -194,55 +179,26 @@ def describe(config: Any) -> dict[str, Any]:
     }
 
 
-def read_arguments(arguments: list[str], drafts: bool = True) -> Any:
-    """Return vLLM's configuration for the arguments of ``vllm serve``, with its drafts or without.
-
-    Raises:
-        InvalidArguments: vLLM's parser or its configuration refuses them.
-    """
-    import vllm.logger  # noqa: F401  # it keeps the stderr of now, not the one below
-
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            config = _small_engine(arguments, drafts)
-    except SystemExit:
-        lines = [line for line in printed.getvalue().splitlines() if line.strip()]
-        raise InvalidArguments(lines[-1] if lines else "its parser does not know them") from None
-    finally:
-        sys.stderr.write(printed.getvalue())
-    if config.parallel_config.data_parallel_size > 1:
-        raise InvalidArguments("--data-parallel-size must be 1: the ranks of a dense model are separate engines")
-    return config
-
-
-def _small_engine(arguments: list[str], drafts: bool) -> Any:
-    """Return the configuration with defaults that the audit needs."""
+def configuration_of(arguments: list[str], drafts: bool = True) -> Any:
+    """Return vLLM's configuration for the arguments of ``vllm serve``, over defaults that the audit needs."""
     from vllm.platforms import current_platform
 
     from nwor_ops.vllm.check import InvalidEngine, configuration, engine_arguments
 
-    def parsed(**defaults: Any) -> Any:
-        engine = engine_arguments(arguments, **defaults)
-        if not drafts:
-            engine.speculative_config = None
-        return engine
-
-    defaults = SMALL_ENGINE if current_platform.is_cuda() else {}
-    try:
-        asked = parsed(**defaults)
-        config = configuration(asked)
-        if defaults and NworConfig.load(config.additional_config).mode == "stage":
-            length = min(STAGE_LENGTH, config.model_config.max_model_len)  # of the model, or of the arguments
-            asked = parsed(**defaults | {"max_model_len": length})
-            config = configuration(asked)
-        if asked.compilation_config.cudagraph_mode is None and hides_states_of_vanilla(config):
-            asked.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode).PIECEWISE
-            with contextlib.suppress(InvalidEngine):  # adaptive verification needs FULL graphs
-                config = configuration(asked)
-    except InvalidEngine as error:
-        raise InvalidArguments(str(error)) from None
-    return config
+    defaults: dict[str, Any] = dict(SMALL_ENGINE) if current_platform.is_cuda() else {}
+    config = configuration(engine_arguments(arguments, **defaults))
+    if defaults and NworConfig.load(config.additional_config).mode == "stage":
+        defaults["max_model_len"] = min(STAGE_LENGTH, config.model_config.max_model_len)
+    engine = engine_arguments(arguments, **defaults)
+    if not drafts:
+        engine.speculative_config = None
+    graphs = engine.compilation_config
+    if graphs.cudagraph_mode is None and drafts and hides_states_of_vanilla(config):
+        graphs.cudagraph_mode = type(config.compilation_config.cudagraph_mode).PIECEWISE
+        with contextlib.suppress(InvalidEngine):
+            return configuration(engine)
+        graphs.cudagraph_mode = None  # adaptive verification needs FULL graphs
+    return configuration(engine)
 
 
 def hides_states_of_vanilla(config: Any) -> bool:

@@ -125,27 +125,31 @@ class EngineProcess:
         self._unread = b""
 
     def wait_until_ready(self) -> dict[str, Any]:
-        """Wait until the engine has started, and return the versions it runs on.
+        """Wait until the engine has started, and return its description.
 
         Raises:
             EngineFailed: it ended, or the time is up.
         """
-        return self._answer()["versions"]
+        return self.answer()["engine"]
 
     def ask(self, command: str) -> dict[str, Any]:
         """Send a command, and return its answer. Errors are those of :meth:`wait_until_ready`."""
+        self.tell(command)
+        return self.answer()
+
+    def tell(self, command: str) -> None:
+        """Send a command. :meth:`answer` waits for its answer."""
         try:
             self.stdin.write(command.encode() + b"\n")
             self.stdin.flush()
         except BrokenPipeError:
             self._fail_at_end()
-        return self._answer()
 
     def close(self) -> None:
         """Close it as :func:`close_all` does."""
         close_all([self])
 
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self._read_line())
         if "error" in answer:
             is_outer = re.search("engine ?core|EngineDead", answer["error"], re.IGNORECASE)
@@ -196,14 +200,14 @@ def close_all(engines: Iterable[EngineProcess]) -> None:
 def serve(start: Callable[[dict[str, Any]], Any]) -> None:
     """Start an engine with the job file of the command line, and answer each line of stdin: a method and numbers.
 
-    The first answer is ``{"versions": engine.versions()}``. An error is the last one, after its innermost cause:
+    The first answer is ``{"engine": engine.describe()}``. An error is the last one, after its innermost cause:
     ``{"error": sentence}``.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # everything else that is printed goes to the log
     try:
         engine = start(json.loads(pathlib.Path(sys.argv[1]).read_text()))
-        _write(answers, {"versions": engine.versions()})
+        _write(answers, {"engine": engine.describe()})
         for line in sys.stdin:
             command, *numbers = line.split()
             _write(answers, getattr(engine, command)(*map(json.loads, numbers)))

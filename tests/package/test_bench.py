@@ -26,19 +26,19 @@ pytest.importorskip("rich")
 
 from nwor_ops.cli import bench
 from nwor_ops.cli.bench import BenchOptions
-from nwor_ops.cli.bench_client import Run
 from nwor_ops.cli.bench_report import (
     OURS,
     SIDES,
     VANILLA,
     Finding,
     Load,
+    Run,
     as_dict,
     interval_of_median,
     print_loads,
     sentence,
 )
-from nwor_ops.cli.report import Report, Stopped
+from nwor_ops.cli.report import Exit, Report, Stopped
 
 STEADY = (1.01, 1.02, 0.99, 1.0, 1.01, 0.98)
 
@@ -263,7 +263,7 @@ def test_interrupt_says_what_it_waits_for(
     with pytest.raises(KeyboardInterrupt), servers as started:
         raise KeyboardInterrupt
     assert [server.alive() for server in started.values()] == [False, False]
-    sentence = "nwor-ops bench: interrupted; waiting for the servers to end (vanilla and nwor), 30 s each at most\n"
+    sentence = "nwor-ops bench: interrupted; waiting for the servers to end, 60 s at most\n"
     assert capsys.readouterr().err == sentence
 
 
@@ -284,14 +284,14 @@ def test_plugin_that_is_left_out_is_refused(tmp_path: pathlib.Path, monkeypatch:
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     with pytest.raises(Stopped, match=r"^cow will be refused: VLLM_PLUGINS=another leaves nwor_ops out") as caught:
         bench.prepare(BenchOptions("cow", ("MODEL",), tmp_path))
-    assert caught.value.code == bench.Outcome.REFUSED
+    assert caught.value.code == Exit.REFUSED
 
 
 def test_second_interrupt_leaves_no_server() -> None:
     """Ctrl-C while the servers are being stopped is ignored."""
     program = """
 import os, pathlib, signal, sys
-from nwor_ops.cli.bench import handling
+from nwor_ops.cli.report import handling
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore this signal
 try:
     os.kill(os.getpid(), signal.SIGINT)

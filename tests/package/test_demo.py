@@ -73,7 +73,6 @@ def result(options: DemoOptions, changes: dict) -> dict:
         ({"outputs_identical": False}, "did not generate the same tokens"),
         ({"nwor__audit__stale_rows": 3}, "NWOR left 3 stale rows"),
         ({"nwor__audit__stale_rows_at_end": 2}, "NWOR left 2 stale rows"),
-        ({"nwor__audit": None}, "was not audited"),
         ({"vanilla__audit__accepted": 0}, "0 were accepted, and 60 left a stale row in vanilla vLLM"),
         ({"vanilla__audit__stale_rows": 0}, "40 were accepted, and 0 left a stale row in vanilla vLLM"),
         ({"recurrent__same_as_plain": False}, "decoding with drafts gave other tokens than plain decoding"),
@@ -90,17 +89,11 @@ def test_each_claim_can_fail(changes, complaint, tmp_path):
     assert [complaint in sentence for sentence in found] == ([True] if complaint else [])
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"nwor__audit__exposed_rows": 2}, "NWOR wrote 2 rows of rejected drafts to pages of a request"),
-        ({"nwor__audit__moments": 59}, "the audit compared 59 times during steps, not twice in each of 30 steps"),
-    ],
-)
-def test_mode_stage_has_more_claims(changes, complaint, tmp_path):
+def test_mode_stage_exposes_no_row(tmp_path):
+    complaint = "NWOR wrote 2 rows of rejected drafts to pages of a request"
     for mode, expected in (("stage", [complaint]), ("cow", [])):
         options = DemoOptions(tmp_path, mode=mode, model="tiny")
-        assert sentences(options, result(options, changes)) == expected
+        assert sentences(options, result(options, {"nwor__audit__exposed_rows": 2})) == expected
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -136,7 +129,7 @@ def test_interrupted_demo_says_what_it_awaits(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "EngineProcess", Engine)
     with pytest.raises(KeyboardInterrupt):
         demo.run_engines(DemoOptions(tmp_path, model="tiny"), Report("demo"))
-    assert "nwor-ops demo: interrupted: waiting for the engines to end, 20 s at most" in capsys.readouterr().err
+    assert "nwor-ops demo: interrupted; waiting for the engines to end, 20 s at most" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not real_model.is_installed(), reason=f"the packages {real_model.PACKAGES} are not installed")

@@ -9,18 +9,22 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-pytest.importorskip("rich")
+pytest.importorskip("typer")
+
+import typer
 
 from nwor_ops import ops
 from nwor_ops.cli import verify
-from nwor_ops.cli.report import Report, Stopped
-from nwor_ops.cli.verify import Outcome, VerifyOptions, check_options, run_verify
+from nwor_ops.cli.report import Exit, Report, Stopped
+from nwor_ops.cli.verify import VerifyOptions, check_options, run_verify
 from nwor_ops.cli.verify_engine import LONGEST_PROMPT, MOST_TOKENS, AuditedEngine
 from nwor_ops.testing.engine_process import EngineProcess
+from nwor_ops_cli import _reporting
 
 JSON = Report("verify", as_json=True)
 
@@ -44,7 +48,7 @@ def test_ops_are_compared_and_reported(writable, tmp_path, capsys):
     path = tmp_path / "report.json"
     if not writable:
         path.mkdir()
-    assert run_verify(options(tmp_path), JSON) == Outcome.FINE
+    assert run_verify(options(tmp_path), JSON) == Exit.FINE
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert (found["ok"], found["error"], found["seed"], found["ops"]["rounds"]) == (True, None, 3, 1)
@@ -68,9 +72,9 @@ def test_wrong_op_comes_with_its_command(how, tmp_path, capsys, monkeypatch):
             caches[0].view(torch.uint8).untyped_storage()[70] ^= 1
 
     monkeypatch.setattr(ops, "move_slots", move_slots)
-    assert run_verify(options(tmp_path, minutes=1.0), Report("verify")) == Outcome.OP
+    assert run_verify(options(tmp_path, minutes=1.0), Report("verify")) == Exit.OP
     printed = capsys.readouterr().out
-    assert "an op differs from its oracle (exit code 3)" in printed
+    assert "an op differs from its oracle (exit code 6)" in printed
     seed = re.search(r"error: seed (\d+): ", printed)
     assert seed is not None
     assert ("RuntimeError: the device is lost" if how == "raises" else "move_slots") in printed
@@ -92,20 +96,21 @@ def test_prompt_leaves_room_for_answer() -> None:
 
 # It answers as verify_engine does, without its imports.
 ANSWERS = """
-import json, sys
+import itertools, json, sys
 def answer(**values):
     print(json.dumps(values), flush=True)
 audits = 2 * [{"modes": ["cow"], "transaction": [{"verify_steps": VERIFIED}], "recurrent": [{"windows": 0}],
                "vllm_states": STATES, "vllm_states_not_audited": REASONS}]
 drafts = json.load(open(sys.argv[1]))["drafts"]
-answer(versions={})
-for line in sys.stdin:
+for line in itertools.chain(["start"], sys.stdin):
     if line.startswith("COMMAND"):
         FAILURE
-    answer(audits=audits, architecture="Llama", device="cpu", method="ngram", num_speculative_tokens=4,
-           settings={"mode": "cow"}, prefix_caching=True, block_size=16, hybrid=True, prompt_tokens=64,
-           prefix_cache_retention_interval=0, cached_tokens=HITS,
-           **({} if line.startswith("start") else {"requests": {"requests": 4}}))
+    if line == "start":
+        answer(engine=dict(architecture="Llama", device="cpu", method="ngram", num_speculative_tokens=4, audits=audits,
+                           settings={"mode": "cow"}, prefix_caching=True, block_size=16, hybrid=True,
+                           prefix_cache_retention_interval=0))
+    else:
+        answer(audits=audits, prompt_tokens=64, cached_tokens=HITS, requests={"requests": 4})
 """
 NO_MEMORY = "answer(error='ValueError: no memory left, key=s3cr3t'); sys.exit(1)"
 AUDIT_ERROR = (
@@ -122,22 +127,23 @@ def start_program(folder: Path, monkeypatch, **replaced: str) -> None:
     program = folder / "program.py"
     program.write_text(text)
 
-    def start(given: VerifyOptions, drafts: bool = True) -> EngineProcess:
-        return EngineProcess("engine", {"drafts": drafts}, given.output, dict(os.environ), (str(program),))
+    def start(given: VerifyOptions, name: str, drafts: bool) -> EngineProcess:
+        return EngineProcess(name, {"drafts": drafts}, given.output, dict(os.environ), (str(program),))
 
     monkeypatch.setattr(verify, "start_program", start)
+    monkeypatch.setattr(verify, "check_arguments", lambda _: None)
 
 
 @pytest.mark.parametrize(
     ("replaced", "outcome", "error", "vllm_error"),
     [
-        ({}, Outcome.FINE, None, None),
-        ({"VERIFIED": "0"}, Outcome.NOTHING, None, None),
-        ({"COMMAND": "start", "FAILURE": NO_MEMORY}, Outcome.START, None, "stopped: ValueError: no memory left"),
-        ({"COMMAND": "serve", "FAILURE": NO_MEMORY}, Outcome.ENDED, None, "stopped: ValueError: no memory left"),
-        ({"COMMAND": "serve", "FAILURE": "sys.exit(9)"}, Outcome.ENDED, None, "ended with exit code 9"),
-        ({"COMMAND": "serve", "FAILURE": AUDIT_ERROR}, Outcome.ENGINE, "nwor audit, step 3: 1 bytes", None),
-        ({"COMMAND": "start", "FAILURE": AUDIT_ERROR}, Outcome.ENGINE, "nwor audit, step 3: 1 bytes", None),
+        ({}, Exit.FINE, None, None),
+        ({"VERIFIED": "0"}, Exit.NOTHING, None, None),
+        ({"COMMAND": "start", "FAILURE": NO_MEMORY}, Exit.FAILED, None, "stopped: ValueError: no memory left"),
+        ({"COMMAND": "serve", "FAILURE": NO_MEMORY}, Exit.FAILED, None, "stopped: ValueError: no memory left"),
+        ({"COMMAND": "serve", "FAILURE": "sys.exit(9)"}, Exit.FAILED, None, "ended with exit code 9"),
+        ({"COMMAND": "serve", "FAILURE": AUDIT_ERROR}, Exit.AUDIT, "nwor audit, step 3: 1 bytes", None),
+        ({"COMMAND": "start", "FAILURE": AUDIT_ERROR}, Exit.AUDIT, "nwor audit, step 3: 1 bytes", None),
     ],
 )
 def test_engine_end_decides_exit_code(replaced, outcome, error, vllm_error, tmp_path, capsys, monkeypatch):
@@ -145,7 +151,7 @@ def test_engine_end_decides_exit_code(replaced, outcome, error, vllm_error, tmp_
     start_program(tmp_path, monkeypatch, **replaced)
     assert run_verify(options(tmp_path, arguments=("MODEL", "--api-key", "s3cr3t")), JSON) == outcome
     found = json.loads(capsys.readouterr().out)
-    assert (found["exit_code"], found["error"], found["ok"]) == (outcome, error, outcome == Outcome.FINE)
+    assert (found["exit_code"], found["error"], found["ok"]) == (outcome, error, outcome == Exit.FINE)
     assert (found["vllm_error"] is None) if vllm_error is None else (vllm_error in found["vllm_error"])
     report = (tmp_path / "report.json").read_text()
     assert "s3cr3t" not in report
@@ -158,7 +164,7 @@ def test_audited_states_of_vllm_are_counted(tmp_path, capsys, monkeypatch):
     """There are two ranks. They have the same reason, which is printed once."""
     reason = "FULL graphs call no Python"
     start_program(tmp_path, monkeypatch, STATES='[{"states_computed": 600}]', REASONS=repr([reason]))
-    assert run_verify(options(tmp_path, arguments=("MODEL",)), Report("verify")) == Outcome.FINE
+    assert run_verify(options(tmp_path, arguments=("MODEL",)), Report("verify")) == Exit.FINE
     lines = [line for line in capsys.readouterr().out.splitlines() if "recurrent states" in line]
     assert lines == [
         "1,200 recurrent states of vLLM compared", f"vLLM's recurrent states were not audited: {reason}",
@@ -184,7 +190,7 @@ NONE = "0 of 64 tokens of a repeated prompt were cached"
 def test_prefix_hits_are_compared_without_drafts(hits, sentence, tmp_path, capsys, monkeypatch):
     """The engine without drafts starts only if drafts may have ended the hits."""
     start_program(tmp_path, monkeypatch, HITS=hits)
-    assert run_verify(options(tmp_path, arguments=("MODEL",)), Report("verify")) == Outcome.FINE
+    assert run_verify(options(tmp_path, arguments=("MODEL",)), Report("verify")) == Exit.FINE
     printed = capsys.readouterr()
     assert f"prefix cache: {sentence}" in printed.out
     assert ("without drafts" in printed.err) == ("without drafts" in sentence)
@@ -206,20 +212,20 @@ def test_one_line_to_paste_names_everything(replaced, end, tmp_path, capsys, mon
 def test_interrupted_command_names_what_it_awaits(tmp_path, capsys, monkeypatch):
     interrupt = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT)"
     start_program(tmp_path, monkeypatch, COMMAND="serve 54.00", FAILURE=interrupt)  # the ops had a tenth of the time
-    with pytest.raises(Stopped, match=r"^interrupted$") as caught:
-        run_verify(options(tmp_path, arguments=("MODEL",), minutes=1.0), Report("verify"))
-    assert caught.value.code == Outcome.INTERRUPTED == 130
-    assert "interrupted; waiting for the engine to end, 20 s at most\n" in capsys.readouterr().err
+    with pytest.raises(typer.Exit) as ended, _reporting("verify", as_json=True) as report:
+        run_verify(options(tmp_path, arguments=("MODEL",), minutes=1.0), report)
+    printed = capsys.readouterr()
+    assert (ended.value.exit_code, json.loads(printed.out)) == (130, {"exit_code": 130, "error": "interrupted"})
+    assert "interrupted; waiting for the engine to end, 20 s at most\n" in printed.err
+    assert not list(tmp_path.glob("*.job.json"))
 
 
-def test_vllm_refuses_arguments(tmp_path, monkeypatch):
-    program = tmp_path / "program.py"
-    program.write_text('print(\'{"error": "InvalidArguments: unrecognized arguments: --x"}\')')
-    engine = EngineProcess("engine", {}, tmp_path, dict(os.environ), (str(program),))
-    monkeypatch.setattr(verify, "start_program", lambda _: engine)
-    with pytest.raises(Stopped, match=r"^vLLM refuses the arguments: unrecognized arguments: --x$"):
-        run_verify(options(tmp_path, arguments=("MODEL", "--x")), JSON)
-    assert not (tmp_path / "report.json").exists()
+def test_ranks_are_refused_before_an_engine_starts(tmp_path, monkeypatch):
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2))
+    monkeypatch.setattr(verify, "look_at", lambda _: (config, {}))
+    with pytest.raises(Stopped, match=r"^--data-parallel-size must be 1: "):
+        run_verify(options(tmp_path, arguments=("MODEL",)), JSON)
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------- options
@@ -248,7 +254,7 @@ def test_invalid_options_are_refused(changes, variables, complaint, tmp_path, mo
         monkeypatch.setenv(name, value)
     with pytest.raises(Stopped) as caught:
         check_options(options(tmp_path, **changes))
-    assert caught.value.code == Outcome.INVALID
+    assert caught.value.code == Exit.INVALID
     assert complaint in str(caught.value)
     assert Path("dangling").is_symlink()
     assert not Path("nowhere").exists()

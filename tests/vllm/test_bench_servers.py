@@ -15,9 +15,9 @@ import pytest
 from engines import ENVIRONMENT, NGRAM, Engines, model_folder
 from tiny_models import write_served_llama
 
-from nwor_ops.cli.bench import BenchOptions, Outcome, memory_arguments, prepare
+from nwor_ops.cli.bench import BenchOptions, memory_arguments, prepare
 from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA
-from nwor_ops.cli.report import Stopped
+from nwor_ops.cli.report import Exit, Stopped
 from nwor_ops.vllm.check import configure, look
 
 SPECULATION = ("--speculative-config", json.dumps(NGRAM))
@@ -32,7 +32,7 @@ def prepared(arguments: list[str], feature: str, **changes: Any) -> tuple[str, s
     try:
         memory = memory_arguments(options, prepare(options))
     except Stopped as stopped:
-        return Outcome(stopped.code).name, str(stopped), []
+        return stopped.code.name, str(stopped), []
     finally:
         assert dict(os.environ) == before
     return "", "", memory
@@ -67,13 +67,13 @@ def test_refusals_come_before_a_server_starts(engines: Engines) -> None:
     why = engines.submit(reasons, [model_folder(), *ARGUMENTS, *SPECULATION]).result()
     answers = engines.submit(refusals).result()
     expected = [
-        (Outcome.REFUSED, f"draft graphs will be refused: {why['draft graphs']}"),
-        (Outcome.REFUSED, f"recurrent will be refused: {why['recurrent']}"),
-        (Outcome.REFUSED, f"draft vocabulary will be refused: {why['draft vocabulary']}"),
-        (Outcome.REFUSED, "cow will be refused: the engine does not speculate (--speculative-config)"),
-        (Outcome.INVALID, "an argument is unknown or malformed"),
-        (Outcome.ENGINE, "there is no folder /nonexistent/model"),
-        (Outcome.ENGINE, ""),
+        (Exit.REFUSED, f"draft graphs will be refused: {why['draft graphs']}"),
+        (Exit.REFUSED, f"recurrent will be refused: {why['recurrent']}"),
+        (Exit.REFUSED, f"draft vocabulary will be refused: {why['draft vocabulary']}"),
+        (Exit.REFUSED, "cow will be refused: the engine does not speculate (--speculative-config)"),
+        (Exit.INVALID, "an argument is unknown or malformed"),
+        (Exit.INVALID, "MODEL: there is no folder /nonexistent/model"),
+        (Exit.ENGINE, ""),
     ]
     for (outcome, message, _), (code, sentence) in zip(answers, expected, strict=False):
         assert outcome == code.name
@@ -142,8 +142,8 @@ def test_interrupt_stops_the_servers(engines: Engines, model: str, tmp_path: pat
         printed, errors = process.communicate(timeout=300)
     finally:
         process.kill()
-    assert process.returncode == Outcome.INTERRUPTED, errors
-    assert json.loads(printed)["error"] == "interrupted; the servers are stopped"
-    assert "waiting for the servers to end (vanilla" in errors
+    assert process.returncode == Exit.INTERRUPTED, errors
+    assert json.loads(printed)["error"] == "interrupted"
+    assert "waiting for the servers to end" in errors
     _, left = psutil.wait_procs(children, timeout=60)
     assert [child for child in left if child.status() != psutil.STATUS_ZOMBIE] == []

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from engines import NGRAM, Engines, model_folder, prompts
 
-from nwor_ops.cli.check import Outcome, outcome_of, print_preview
-from nwor_ops.cli.report import Report
-from nwor_ops.cli.verify_engine import SMALL_ENGINE, describe, hides_states_of_vanilla, read_arguments
+from nwor_ops.cli.check import outcome_of, print_preview
+from nwor_ops.cli.report import Exit, Report
+from nwor_ops.cli.verify_engine import SMALL_ENGINE, configuration_of, describe, hides_states_of_vanilla
 from nwor_ops.vllm.check import FEATURES, configure, look, prediction, switches_of
 from nwor_ops.vllm.support.refusals import REFUSALS
 
@@ -58,7 +58,7 @@ def test_refusal_equals_start_up_and_names_argument(
 ) -> None:
     arguments = [model_folder(), *ARGUMENTS, *SPECULATION, "--kv-transfer-config", json.dumps(CONNECTOR)]
     found = engines.submit(looked, arguments, {f"VLLM_NWOR_{setting.upper()}": str(value)}).result()
-    assert outcome_of(found) == Outcome.REFUSED
+    assert outcome_of(found) == Exit.REFUSED
     assert [name for name, one in predictions(found).items() if one["switched_on"]] == [feature]
     reasons = predictions(found)[feature]["reasons"]
     assert change is None or [reason["change"] for reason in reasons] == [change]
@@ -69,7 +69,7 @@ def test_refusal_equals_start_up_and_names_argument(
 
 def test_only_recurrent_works_without_speculation(engines: Engines) -> None:
     found = engines.submit(looked, [model_folder(), *ARGUMENTS], {"VLLM_NWOR_MODE": "stage"}).result()
-    assert outcome_of(found) == Outcome.REFUSED
+    assert outcome_of(found) == Exit.REFUSED
     reasons = {name: one["reasons"] for name, one in predictions(found).items()}
     recurrent = [reason["why"] for reason in reasons.pop("recurrent")]
     assert recurrent
@@ -102,7 +102,7 @@ def test_verify_knows_when_graphs_hide_states(
 
 
 def described(arguments: Sequence[str]) -> dict[str, Any]:
-    return describe(read_arguments(list(arguments)))
+    return describe(configuration_of(list(arguments)))
 
 
 def test_bug_report_describes_engine_without_secrets(engines: Engines) -> None:
@@ -149,7 +149,7 @@ def test_bad_config_file_prints_one_line(
         assert len(errors.splitlines()) == 2, errors
     else:
         code, output, errors = engines.submit(command_job, arguments).result()
-    assert (code, output) == (Outcome.ENGINE, "")
+    assert (code, output) == (Exit.ENGINE, "")
     line = errors.splitlines()[-1]
     assert line.startswith(f"nwor-ops check: vLLM refuses these arguments: {error}")
     assert str(file) in line
@@ -212,8 +212,8 @@ def test_last_line_says_whether_engine_starts(capsys: pytest.CaptureFixture[str]
         "No check refuses recurrent. Layers, back ends and the cache are checked at the start.\n"
     )
     assert "Nothing is switched on" in printed(capsys, off)
-    assert outcome_of({"features": (off, runs)}) is Outcome.RUNS
-    assert outcome_of({"features": (off, refused)}) is Outcome.REFUSED
+    assert outcome_of({"features": (off, runs)}) is Exit.FINE
+    assert outcome_of({"features": (off, refused)}) is Exit.REFUSED
 
 
 def test_refusals_name_arguments_of_vllm() -> None:

@@ -13,7 +13,7 @@ from engines import ENVIRONMENT, NGRAM
 from processes import environment
 from tiny_models import write_served_llama
 
-from nwor_ops.cli.verify import Outcome
+from nwor_ops.cli.report import Exit
 from nwor_ops.testing.tiny_llama import write_tiny_llama
 
 PROMPT = "t11 t12 t13 t14 t15 t11 t12 t13 t14 t15 t11 t12 t13 t14 t15 t11 t12"
@@ -51,11 +51,11 @@ def test_wrong_byte_is_reported_without_secrets(tmp_path):
     finished = verify(
         tmp_path, "--minutes", "0", "--prompts", str(prompts), arguments=arguments, PLANTED_BYTE="1"
     )  # fmt: skip
-    assert finished.returncode == Outcome.ENGINE, finished.stderr
+    assert finished.returncode == Exit.AUDIT, finished.stderr
     assert "Traceback" not in finished.stderr
     report = (tmp_path / "out" / "report.json").read_text()
     found = json.loads(report)
-    assert (found["ok"], found["exit_code"], found["engine"]["settings"]["mode"]) == (False, Outcome.ENGINE, "cow")
+    assert (found["ok"], found["exit_code"], found["engine"]["settings"]["mode"]) == (False, Exit.AUDIT, "cow")
     assert found["error"].startswith("nwor audit, step ")
     assert " 1 bytes differ from the expected ones" in found["error"]
     assert found["error"] in (tmp_path / "out" / "engine.log").read_text()
@@ -71,7 +71,7 @@ def test_engine_without_fault_is_fine(mode, processes, tmp_path):
         tmp_path, "--minutes", "0.1", arguments=[str(model), *ARGUMENTS], VLLM_NWOR_MODE=mode,
         VLLM_ENABLE_V1_MULTIPROCESSING=processes,
     )  # fmt: skip
-    assert finished.returncode == Outcome.FINE, finished.stderr + finished.stdout
+    assert finished.returncode == Exit.FINE, finished.stderr + finished.stdout
     found = json.loads(finished.stdout)
     [worker] = found["engine"]["audits"]
     assert worker["modes"] == [mode]
@@ -85,19 +85,21 @@ def test_engine_without_drafts_is_not_fine(mode, tmp_path):
     """Nothing is audited without speculation, and the exit code says so."""
     model = write_tiny_llama(tmp_path / "tiny")
     finished = verify(tmp_path, "--minutes", "0.1", arguments=[str(model), *ARGUMENTS[:-2]], VLLM_NWOR_MODE=mode)
-    assert finished.returncode == Outcome.NOTHING, finished.stderr
+    assert finished.returncode == Exit.NOTHING, finished.stderr
     assert "add --speculative-config" in json.loads(finished.stdout)["outcome"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "code", "complaint"),
     [
-        (["--no-such-option"], "unrecognized arguments: --no-such-option"),
-        (["/nonexistent/model"], "/nonexistent/model"),
+        (["MODEL", "--no-such-option"], Exit.INVALID, "unrecognized arguments: --no-such-option"),
+        (["/nonexistent/model"], Exit.INVALID, "there is no folder /nonexistent/model"),
+        (["nobody/no-model"], Exit.ENGINE, "there is no folder nobody/no-model"),
     ],
 )
-def test_vllm_refuses_arguments(arguments, complaint, tmp_path):
+def test_vllm_refuses_arguments(arguments, code, complaint, tmp_path):
     finished = verify(tmp_path, "--minutes", "0", arguments=arguments, HF_HUB_OFFLINE="1")
-    assert finished.returncode == Outcome.INVALID, finished.stderr
-    assert complaint in json.loads(finished.stdout)["error"]
+    assert finished.returncode == code, finished.stderr
+    assert json.loads(finished.stdout)["exit_code"] == code
+    assert complaint in finished.stderr
     assert "Traceback" not in finished.stderr

@@ -110,15 +110,8 @@ def close_window(
 
 
 def close_window_from_rejected(
-    caches,
-    planes_per_group,
-    query_start_loc,
-    draft_start_loc,
-    num_rejected,
-    row_rejected,
-    num_accepted,
-    counters,
-    *rest,
+    caches, planes_per_group, query_start_loc, draft_start_loc, num_rejected, row_rejected, num_accepted,
+    counters, *rest,
 ) -> None:  # fmt: skip
     reject_by_counts(num_rejected, draft_start_loc, row_rejected, num_accepted, counters)
     close_window(caches, planes_per_group, query_start_loc, draft_start_loc, row_rejected, *rest)
