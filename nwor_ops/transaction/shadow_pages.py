@@ -103,7 +103,7 @@ class ShadowPages(BoundToMemory):
 
     def _block_ids(self, group: str, num_blocks: int, first: int | None) -> Tensor:
         first = max(num_blocks - self.blocks_per_group, 0) if first is None else first
-        if first < 0 or first + self.blocks_per_group > num_blocks:
+        if first + self.blocks_per_group > num_blocks:
             raise ValueError(
                 f"allocate: group {group!r} must have {self.blocks_per_group} shadow pages "
                 f"(num_shadow_blocks) from page {first} on, it has {num_blocks} pages"

@@ -96,7 +96,7 @@ class LayerWriter(BoundToMemory):
         if self._class_log is not None and waits_for_checks(slot_mapping):
             rows = log_rows[: slot_mapping.shape[0]]
             tokens = (rows >= 0).nonzero().squeeze(1)
-            planned = self._row_slots[rows[tokens].to(torch.int64)]
+            planned = self._row_slots[rows[tokens]]
             for token in tokens[slot_mapping[tokens] != planned].tolist():
                 raise ValueError(
                     f"{method}: slot_mapping must have the slots of the window, got slot {int(slot_mapping[token])} "

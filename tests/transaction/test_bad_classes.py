@@ -140,7 +140,7 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str, tuple[Any, ...], Any]] = [
     ("DraftCommitManager", DraftCommitManager, MANAGER, "device", DEVICES, REFUSALS),
     ("DraftCommitManager", DraftCommitManager, MANAGER, "mode", (None, 3, "banana"), ValueError),
     ("DraftCommitManager", DraftCommitManager, STAGE, "shadow_blocks",
-     (3, "x", {"default": None}, {"default": 1.5}, {"default": -1}, {"default": 2**62}), REFUSALS),
+     ({"default": None}, {"default": 1.5}, {"default": -1}, {"default": 2**62}), REFUSALS),
     ("StagingBuffer", StagingBuffer, STAGING, "device", DEVICES, REFUSALS),
     ("KVCacheInterceptor", KVCacheInterceptor, {"buffer": None}, "buffer", (None, 3, "x"), TypeError),
     ("Plane", Plane, {"view": CACHE}, "view",
@@ -148,6 +148,7 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str, tuple[Any, ...], Any]] = [
     ("Plane", Plane, {"view": CACHE}, "page_offsets",
      (3, "x", OFFSETS.long(), OFFSETS[:3], OFFSETS[0], OFFSETS.to("meta")), REFUSALS),
     ("RecurrentCache.new", RecurrentCache.new, RECURRENT, "device", DEVICES, REFUSALS),
+    ("RecurrentCache.new", RecurrentCache.new, RECURRENT, "per_channel", (None, 1, "x"), TypeError),
     *(("RecurrentCache", RecurrentCache, dict(vars(RecurrentCache.new(**RECURRENT))), name,
        (*NO_TENSORS, torch.zeros(()), torch.zeros(2, 3).int()), REFUSALS)
       for name in vars(RecurrentCache.new(**RECURRENT))),

@@ -208,7 +208,7 @@ def test_counts_in_place_of_cumulative_counts():
     manager.register_layer("a", LayerCache.packed(cache))
     manager.allocate()
     slots = torch.arange(6)
-    drafts, sampled = torch.tensor([5, 6, 7, 8]), torch.tensor([[5, 9, -1], [9, -1, -1]])
+    drafts, sampled = torch.tensor([5, 6, 7, 0]), torch.tensor([[5, 9, -1], [9, -1, -1]])
     manager.bind(Layout({"default": slots}))
     manager.begin(Window(int32(0, 3, 6), int32(2, 2)))
     manager.write("a", *key_value(6), slots)
