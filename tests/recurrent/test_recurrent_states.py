@@ -390,7 +390,8 @@ BEGINS = [
     ({"state_slots": torch.ones(2)}, TypeError, "begin: state_slots must have dtype torch.int32 or torch.int64"),
     ({"state_slots": int32(1, 2)[None]}, ValueError, "begin: state_slots must have one dimension"),
     ({"state_slots": [1, 2]}, TypeError, "begin: state_slots must be a tensor"),
-    ({"state_slots": int32(1, 2).to("meta")}, TypeError, "begin: state_slots must be on device cpu, got meta"),
+    *(({"num_computed_tokens": int32(2, 1), name: tensor.to("meta")}, TypeError, f"begin: {name} must be on device cpu")
+      for name, tensor in (BEGIN | {"num_computed_tokens": int32(2, 1), "is_window": int32(1, 1) > 0}).items()),
     ({"state_slots": int32(1, 4)}, IndexError, "state_slots"),
     ({"state_slots": int32(2, 2)}, ValueError, "state_slots"),
     ({"query_start_loc": int32(0, 3)}, ValueError,

@@ -321,13 +321,13 @@ class Decoding:
         is_window: Sequence[bool] | None = None,
         computed: Sequence[int] | None = None,
     ) -> None:
-        """Open a window with these lengths by slot. Slot -1 is padding."""
+        """Open a window with these lengths by slot. Slot -1 is padding. The other tensors are longer than the batch."""
         self.slots, self.lengths, self.is_window = slots, lengths, is_window or [True] * len(slots)
         self.states.begin(
             self.tensor(slots, torch.int64),
-            self.tensor([0, *accumulate(lengths)]),
-            None if is_window is None else self.tensor(is_window, torch.bool),
-            None if computed is None else self.tensor(computed),
+            self.tensor([0, *accumulate([*lengths, 1])]),
+            None if is_window is None else self.tensor([*is_window, False], torch.bool),
+            None if computed is None else self.tensor([*computed, 9]),
         )
 
     def own_tokens(self) -> list[int]:
@@ -360,7 +360,7 @@ class Decoding:
 
     def commit(self, kept: dict[int, int]) -> None:
         """Commit with these numbers of kept tokens, by slot."""
-        self.states.commit(self.tensor(kept.get(slot, -7) for slot in self.slots))
+        self.states.commit(self.tensor(kept.get(slot, -7) for slot in [*self.slots, 0]))
         for layer in self.every_state.values():
             layer.commit(kept)
 

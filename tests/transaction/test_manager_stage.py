@@ -423,6 +423,18 @@ def test_redirected_group_splits_its_neighbours(count):
         assert cache[0, :, 0, 0].tolist() == [0.0, 1.0, 1.0, 0.0]
 
 
+def test_refused_launch_restores_group_without_slots_before_it():
+    """The launch of groups "a" and "b" has run. The last launch is refused."""
+    manager = staged_manager({g: LayerCache.opaque(torch.zeros(9, 4, 1, 8 + 8 * (g == "c"))) for g in "abc"}, None)
+    manager.allocate()
+    slots, tables = {g: torch.tensor([2, 3]) for g in "abc"}, {g: torch.zeros(1, g != "c").int() for g in "abc"}
+    slots["a"].fill_(-1)
+    manager.bind(Layout(slots, tables))
+    with pytest.raises(IndexError, match=r"^open_window: block_tables must have a column"):
+        manager.begin(Window(int32(0, 2), int32(1), seq_lens=int32(4)))
+    assert (slots["b"].tolist(), tables["b"].tolist()) == ([2, 3], [[0]])
+
+
 def test_pages_of_a_request():
     """Drafts that begin in any row of a page, compared with a count one by one."""
     for block_size in range(1, 33):

@@ -178,8 +178,9 @@ def test_the_protocol():
     staged.buffer.begin(torch.arange(3))
     with pytest.raises(RuntimeError, match=r"it is inside a window; call commit\(\) or reject\(\) first"):
         staged.buffer.begin(torch.arange(3))
-    with pytest.raises(KeyError, match="layer 'other' is not registered"):
-        staged.buffer.stage("other", key, value)
+    for method, arguments in (("stage", (key, value)), ("rows", ())):
+        with pytest.raises(KeyError, match=f"{method}: layer 'other' is not registered"):
+            getattr(staged.buffer, method)("other", *arguments)
 
 
 WRONG = [
@@ -311,7 +312,7 @@ def test_interceptor_protocol():
         interceptor.write("packed.0", *(s.double() for s in staged.sources("packed.0", 3)), torch.arange(3))
     interceptor.cancel()
     staged.assert_as_expected()
-    with pytest.raises(KeyError, match="layer 'other' is not registered"):
+    with pytest.raises(KeyError, match="write: layer 'other' is not registered"):
         interceptor.write("other", *staged.sources("packed.0", 1), torch.tensor([0]))
     with pytest.raises(ValueError, match="mode must be one of direct, staging, got 'stage'"):
         KVCacheInterceptor(staged.buffer, "stage")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nwor_ops import LayerCache, Layout, Window
+from nwor_ops import LayerCache, Layout, Window, ops
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.protocol import State
@@ -20,9 +20,11 @@ from nwor_ops.vllm.transaction import session as session_module
 from nwor_ops.vllm.transaction.layers.target import TargetLayer
 from nwor_ops.vllm.transaction.runners import v1
 from nwor_ops.vllm.transaction.session import Session, Step
+from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks
 
 SLOTS = torch.tensor([4, 5, 6])
 KEYS = torch.ones(3, 2, 8)
+SHADOW_BLOCKS = ShadowBlocks(5, (0,), 2, 2**20)
 
 
 class Noting(StepListener):
@@ -66,24 +68,27 @@ class Failing(StepListener):
 class Listened:
     """A session with a window of two written drafts, and the events that its listeners received."""
 
-    def __init__(self, on_error: str = "continue", fused: bool = True) -> None:
-        self.cache = torch.zeros(3, 4, 2, 16)
+    def __init__(
+        self, on_error: str = "continue", fused: bool = True, mode: str = "cow", dtype: Any = None, **of_layer: Any
+    ) -> None:
+        self.cache = torch.zeros(5, 4, 2, 16, dtype=dtype)
         self.own_writes: list[tuple[Any, ...]] = []
-        layer = TargetLayer("layer", "0", self.cache, LayerCache.packed(self.cache), self.own_writer, fused=fused)
-        config = NworConfig.load({"nwor": {"mode": "cow", "on_error": on_error}})
-        slots = {"0": SLOTS.clone()}
+        planes = LayerCache.packed(self.cache)
+        layer = TargetLayer("layer", "0", self.cache, planes, self.own_writer, fused, **of_layer)
+        config = NworConfig.load({"nwor": {"mode": mode, "on_error": on_error}})
+        slots, tables = {"0": SLOTS.clone()}, {"0": torch.arange(3, dtype=torch.int32)[None]}
         self.session = Session(
             config, [layer], slots, max_num_requests=1, max_draft_tokens=2, max_drafts_per_request=2,
-            shadow_blocks=None, logger=logging.getLogger("test"),
+            logger=logging.getLogger("test"), shadow_blocks=SHADOW_BLOCKS if mode == "stage" else None,
         )  # fmt: skip
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-        self.session.bind(Layout(slots))
-        self.window = Window(starts, counts, 2)
+        self.session.bind(Layout(slots, tables))
+        self.window = Window(starts, counts, 2, torch.tensor([7], dtype=torch.int32))
         self.session.begin(Step, self.window, lambda: ([0, 3], [2]))
         self.write(KEYS)
         self.noting = Noting(self.session)
         self.session.subscribe(self.noting)
-        assert self.cache[1].any()
+        assert bool(self.cache[1].any()) is (mode == "cow")
 
     def write(self, key: torch.Tensor, value: torch.Tensor = KEYS, *rest: Any) -> None:
         self.session.writer("layer")(None, key, value, self.cache, self.session.slot_mappings["0"], *rest)
@@ -183,6 +188,19 @@ def test_loaded_rows_without_copy_end_window(monkeypatch: pytest.MonkeyPatch) ->
     assert step.noting.heard == ["abandoned", "loaded"]
     assert session.vanilla_steps == session.errors.counts == {"load failed": 1}
     assert session.stats().abandoned == 1
+
+
+def test_errors_of_the_manager_and_of_a_moved_cache(caplog: pytest.LogCaptureFixture) -> None:
+    step = Listened()
+    step.cache = step.cache.clone()
+    step.write(2 * KEYS)
+    assert step.drafts.all()
+    step.session.begin(Step, step.window._replace(num_draft_tokens=-1), lambda: ([0, 3], [2]))
+    assert step.session.vanilla_steps == step.session.errors.counts == {"write failed": 1, "begin failed": 1}
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "nwor: write failed: the KV cache of layer layer moved to another address after the engine started",
+        "nwor: begin failed: begin: window must have 0 to 2 drafts (max_draft_tokens), got -1",
+    ]
 
 
 def test_undescribed_step_runs_without_window(caplog: pytest.LogCaptureFixture) -> None:
@@ -290,6 +308,23 @@ def test_logged_layer_is_written_by_own_writer() -> None:
     assert step.drafts.all()
     step.session.close_interrupted()
     assert not step.drafts.any()
+
+
+def test_own_writer_stages_drafts() -> None:
+    """In mode stage, begin redirects the slots of the writer."""
+    step = Listened(mode="stage")
+    assert step.own_writes == [()]
+    step.session.commit(lambda manager: manager.commit_rejected(torch.tensor([1], dtype=torch.int32)), lambda: [2])
+    assert step.cache[1, :3, 0, 0].tolist() == [1, 1, 0]
+    assert step.session.describe().startswith("1 layers; 2 of 5 blocks (40.0% of the cache, 2.0 MiB) are shadow pages")
+
+
+def test_fused_writer_gets_scales_and_format() -> None:
+    scales = torch.tensor([0.5]), torch.tensor([0.125])
+    step = Listened(dtype=torch.uint8, kv_cache_dtype="fp8_e4m3", scales=lambda: scales)
+    expected = torch.zeros_like(step.cache)
+    ops.write_kv(KEYS, KEYS, expected[..., :8], expected[..., 8:], SLOTS, *scales, "fp8_e4m3")
+    assert torch.equal(step.cache, expected)
 
 
 def test_failed_commit_keeps_drafts() -> None:
