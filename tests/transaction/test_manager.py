@@ -12,7 +12,7 @@ from transactions import KINDS, Batch, Request, Transactions, begin, one_thread,
 import nwor_ops.transaction.manager
 import nwor_ops.transaction.protocol
 import nwor_ops.transaction.undo_log
-from nwor_ops import DraftCommitManager, LayerCache, Layout, Plane, Stats, Window, ops
+from nwor_ops import DraftCommitManager, LayerCache, Layout, Plane, Stats, Window
 from nwor_ops.ops.bound import bind
 from nwor_ops.testing.layouts import Shape, make_pages, memory
 from nwor_ops.transaction.manager import State
@@ -279,34 +279,6 @@ def test_debug_mode_compares_the_slots(start, monkeypatch):
     transactions.assert_as_expected()
 
 
-# ---------------------------------------------------------------- a forward that stopped early
-
-
-def test_stopped_between_two_planes():
-    """An opaque layer with only its first plane logged counts as not logged. Its writer never ran.
-
-    Its log rows hold bytes of an earlier window, whose accepted drafts have replaced these bytes since.
-    """
-    transactions = Transactions(["amx"])
-    first, second = (transactions.batch([Request(1, 4, 4)], seed=5) for _ in range(2))
-    begin(transactions.manager, first)
-    transactions.forward(first, first.rejected)
-    commit(transactions, first)
-    begin(transactions.manager, second)
-    layer = transactions.manager._layers["amx.0"]
-    plane = layer.cache.planes[0]
-    log_rows = transactions.manager.buffers.log_rows[: second.num_tokens]
-    ops.log_slots(
-        plane.view,
-        second.slots["cpu"],
-        log_rows,
-        transactions.manager.writer("amx.0")._log().logs[0],
-        plane.page_offsets,
-    )
-    transactions.manager.cancel()
-    transactions.assert_as_expected()
-
-
 # ---------------------------------------------------------------- compiled
 
 
@@ -414,7 +386,6 @@ def test_log_bytes():
     transactions = Transactions(["packed", "split", "latent"], max_draft_tokens=16)
     token = 2 * (2 * 16 * 2) + 2 * (2 * (8 + 12) * 4) + 2 * 24
     assert transactions.manager.log_bytes == 16 * (token + 6 * 8)
-    assert new_manager().log_bytes == 0
 
 
 @pytest.mark.parametrize("layers", [1, 32])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from copied_rows import CopiedRows
 from decoding import ALL, DRAFTS, REQUESTS, STEPS, TOKENS, Engine, refusal
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,34 +114,6 @@ def test_refused_last_group_changes_nothing(with_states):
 DRAFTING = (Request(1, 2, 1),) * 4
 
 
-def test_forgotten_rows_are_copied_again():
-    engine = Engine(("packed", "latent"), with_states=True)
-    engine.step((Request(6), Request(7), Request(5), Request(3)))
-    rows = CopiedRows(engine.manager)
-
-    def copied_of():
-        before, batch = rows.as_dict(), engine.batch(DRAFTING)
-        engine.manager.begin(batch.window)
-        engine.forward(batch)
-        engine.manager.commit_rejected(batch.num_rejected)
-        engine.lengths = [length + 2 for length in engine.lengths]
-        return {name: count - before[name] for name, count in rows.as_dict().items()}
-
-    every = copied_of()
-    assert every["copied"] == every["committed"] > 0  # the step of the prompts had no drafts
-    assert copied_of()["copied"] == 0
-    engine.manager.forget_shadow_pages()
-    every = copied_of()
-    assert every["copied"] == every["committed"] > 0
-    engine.manager.forget_shadow_pages([])
-    assert copied_of()["copied"] == 0
-    for request, state in enumerate(engine.states.tolist()):
-        engine.manager.forget_shadow_pages([state])
-        first_draft = engine.lengths[request] + 1
-        alone = sum(max(0, first_draft % size - 1) for size in engine.block_sizes.values())
-        assert copied_of()["copied"] == alone
-
-
 def test_unused_shadow_page_holds_no_row():
     """Rows 0 and 1 of page 0 are copied in the first step, which writes rows 2 and 3."""
     cache = numbers(4, 4, 1, 16, seed=1)
@@ -158,8 +129,8 @@ def test_unused_shadow_page_holds_no_row():
     assert torch.equal(cache[table.item(), :2], cache[0, :2])
 
 
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_held_rows_are_not_copied(forgotten):
+@pytest.mark.parametrize("states", [None, [], [0], [3, 1]])
+def test_only_forgotten_rows_are_copied(states):
     """Attention reads what the shadow page holds, here bytes that the test has put there."""
     engine = Engine(("packed", "latent"), with_states=True)
     for requests in ((Request(6), Request(7), Request(5), Request(3)), DRAFTING):
@@ -167,11 +138,14 @@ def test_held_rows_are_not_copied(forgotten):
     for name, cache in engine.caches.items():
         shadows = cache.planes[0].view[engine.blocks_of(engine.group_of[name]) - engine.shadows :]
         shadows.copy_(torch.full_like(shadows, 77))
-    committed = engine.committed_rows()
-    if forgotten:
-        engine.manager.forget_shadow_pages()
+    before, lengths = engine.committed_rows(), engine.lengths
+    engine.manager.forget_shadow_pages(states)
     engine.manager.begin(engine.batch(DRAFTING).window)
-    assert all(map(torch.equal, engine.committed_rows(), committed)) is forgotten
+    held = set()
+    for rows, old in zip(engine.committed_rows(), before, strict=True):
+        parts = zip(rows.split(lengths), old.split(lengths), strict=True)
+        held |= {request for request, (one, other) in enumerate(parts) if not torch.equal(one, other)}
+    assert held == {q for q, state in enumerate(engine.states.tolist()) if states is not None and state not in states}
 
 
 def test_rows_that_arrive_after_begin():
@@ -363,13 +337,6 @@ def test_shadow_blocks_of_an_unknown_group():
         manager.allocate()
 
 
-def test_launches():
-    """One for each geometry, whatever the number of its layers."""
-    assert len(Engine(("one_backing",)).manager.recovery.launches) == 1
-    assert len(Engine(("packed", "one_backing")).manager.recovery.launches) == 2
-    assert Engine(("packed",)).manager.log_bytes == 0
-
-
 def test_adjacent_groups_of_one_geometry_share_a_launch():
     manager = staged_manager({}, {"a": 12, "b": 8, "c": 4})
     _, construct, layout, shape, dtype = KINDS["packed"]
@@ -378,6 +345,7 @@ def test_adjacent_groups_of_one_geometry_share_a_launch():
             manager.register_layer(f"{group}{layer}", cache, group)
     manager.allocate()
     assert [launch.planes_per_group for launch in manager.recovery.launches] == [[2, 2, 2]]
+    assert manager.log_bytes == 0
     assert manager.recovery.shadow_blocks[:, 0, 0].tolist() == [12, 8, 4]
 
 
