@@ -49,7 +49,8 @@ class DraftVocabulary:
     def __init__(self, head: Tensor, rows: int, *, first_token: int = 0) -> None:
         self._check_head(head)
         validation.integer("DraftVocabulary: rows", rows)
-        validation.integer("DraftVocabulary: first_token", first_token, least=0)
+        most = validation.INT32_MAX + 1 - head.shape[0]  # ids have 31 bits
+        validation.integer("DraftVocabulary: first_token", first_token, least=0, most=most)
         if rows > head.shape[0]:
             raise ValueError(f"DraftVocabulary: rows must be at most {head.shape[0]}, the rows of head, got {rows}")
         self.head, self.first_token = head, first_token
@@ -97,6 +98,11 @@ class DraftVocabulary:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits ``[R, N]`` of hidden states ``[R, H]``. Column r belongs to ``token_ids[r]``."""
+        validation.tensor("DraftVocabulary: hidden", hidden, dims=2, device=self.weight.device)
+        if hidden.shape[1] != self.weight.shape[1]:
+            raise ValueError(
+                f"DraftVocabulary: hidden must be [R, {self.weight.shape[1]}], got {validation.shown(hidden)}"
+            )
         return torch.nn.functional.linear(hidden, self.weight)
 
     def draft(self, hidden: Tensor) -> Tensor:
@@ -125,6 +131,11 @@ class DraftVocabulary:
 
         A sampler needs it for probabilistic drafts: rejection sampling reads the distribution that was drawn from.
         """
+        validation.tensor("DraftVocabulary: logits", logits, dims=2)
+        if logits.shape[1] != len(self.token_ids):
+            raise ValueError(
+                f"DraftVocabulary: logits must be [R, {len(self.token_ids)}], got {validation.shown(logits)}"
+            )
         ops.expand_draft_logits(logits, self.row_of_token, out)
         return out
 

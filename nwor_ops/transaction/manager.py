@@ -226,6 +226,7 @@ class DraftCommitManager(Stateful[Layer]):
             layout: the tensors and conventions of the engine; see :class:`nwor_ops.Layout`.
         """
         self._require(State.CLOSED, "bind")
+        validation.instance("bind: layout", layout, Layout, "a Layout")
         self._handles = None
         slot_mappings = _tensors_of_groups("slot_mappings", layout.slot_mappings, self.groups)
         requests = self.max_num_requests
@@ -269,7 +270,10 @@ class DraftCommitManager(Stateful[Layer]):
             self._require(_CLOSED, "begin")
         # In a cold cache, a call of a Python function or the read of a field costs the host more than a check. So the
         # checks are written here, and the window is unpacked.
-        query_start_loc, counts, drafts, seq_lens, states = window
+        try:
+            query_start_loc, counts, drafts, seq_lens, states = window
+        except (TypeError, ValueError):
+            raise TypeError(f"begin: window must be a Window, got {validation.shown(window)}") from None
         handles = self._handles
         if handles is None:
             raise RuntimeError("begin: no layout is bound; call bind() first")
@@ -358,7 +362,7 @@ class DraftCommitManager(Stateful[Layer]):
             self._window_to_commit("commit")
         if validation.reads_values(self.device):
             self._check_drafts(draft_token_ids)
-            self._check_writes("commit")
+            self._check_window("commit")
         self._unfinished = "commit"
         try:
             commit_tokens_bound(draft_token_ids, sampled_token_ids, self._handles.commit_tokens)
@@ -379,7 +383,7 @@ class DraftCommitManager(Stateful[Layer]):
         if self._state is not _OPEN or self._unfinished:
             self._window_to_commit("commit_rejected")
         if validation.reads_values(self.device):
-            self._check_writes("commit_rejected")
+            self._check_window("commit_rejected")
             self._check_rejected(num_rejected)
         self._unfinished = "commit_rejected"
         try:
@@ -512,7 +516,15 @@ class DraftCommitManager(Stateful[Layer]):
                 "Window.from_counts"
             )
 
-    def _check_writes(self, method: str) -> None:
+    def _check_window(self, method: str) -> None:
+        """Raise if no layer has written, or if commit would not look at a draft. Its row would stay."""
+        assert self._window is not None
+        planned, known = int(self.buffers.draft_start_loc[-1]), self._window.num_draft_tokens
+        if known is not None and known < planned:
+            raise ValueError(
+                f"{method}: num_draft_tokens of the window must be at least {planned}, its drafts, got {known}; "
+                "cancel() undoes them"
+            )
         if isinstance(self.recovery, UndoLog) and not self.recovery.has_logged():
             raise RuntimeError(
                 f"{method}: no layer has written in this window; call write() or log() at each KV-write site, "
@@ -570,6 +582,7 @@ class DraftCommitManager(Stateful[Layer]):
 
 def _tensors_of_groups(field: str, tensors: Mapping[str, Tensor] | None, groups: Sequence[str]) -> list[Tensor]:
     """Return the tensor of each group."""
+    validation.instance(f"bind: {field}", tensors, (Mapping, type(None)), "a mapping from groups to tensors")
     missing = [group for group in groups if tensors is None or group not in tensors]
     if tensors is None or missing:
         raise ValueError(f"bind: {field} must have a tensor for each group, got none for {missing}")

@@ -6,7 +6,7 @@ them. Its addresses never change, so a CUDA graph captured once reads the values
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ class Window(NamedTuple):
     request_states: Tensor | None = None
 
     @classmethod
-    def from_counts(cls, query_start_loc: Tensor, counts: Sequence[int] | Tensor, **fields: Any) -> Window:
+    def from_counts(cls, query_start_loc: Tensor, counts: Iterable[int] | Tensor, **fields: Any) -> Window:
         """Return a window from the number of drafts of each request, in place of cumulative numbers.
 
         Args:
@@ -93,12 +93,15 @@ class Window(NamedTuple):
             >>> window.cu_num_draft_tokens.tolist(), window.num_draft_tokens
             ([2, 2], 2)
         """
+        what = "Window.from_counts: counts"
         if isinstance(counts, Tensor):
+            validation.tensor(what, counts, torch.int32, torch.int64, dims=1)
             return cls(query_start_loc, counts.cumsum(0, dtype=torch.int32), **fields)
-        for request, count in enumerate(counts):
-            validation.integer(f"Window.from_counts: counts[{request}]", count, 0)
-        ends = numbers_on(query_start_loc.device, list(accumulate(counts))).int()
-        return cls(query_start_loc, ends, num_draft_tokens=sum(counts), **fields)
+        validation.tensor("Window.from_counts: query_start_loc", query_start_loc)
+        validation.instance(what, counts, Iterable, "a tensor or integers")
+        numbers = [validation.integer(f"{what}[{request}]", count, 0) for request, count in enumerate(counts)]
+        ends = numbers_on(query_start_loc.device, list(accumulate(numbers))).int()
+        return cls(query_start_loc, ends, num_draft_tokens=sum(numbers), **fields)
 
 
 def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:

@@ -112,10 +112,22 @@ def test_refused(head, rows, error, sentence):
         DraftVocabulary(head, rows)
 
 
-def test_reload_refuses_another_shape():
-    vocabulary = DraftVocabulary(HEAD, 4)
-    with pytest.raises(ValueError, match=r"^DraftVocabulary: head must stay torch.float32 \[8, 4\] on cpu, got"):
-        vocabulary.reload(HEAD[:6])
+def test_refused_in_methods():
+    vocabulary = DraftVocabulary(HEAD, 4, first_token=2**31 - 8)
+    for call, error, sentence in (
+        (lambda: vocabulary.reload(HEAD[:6]), ValueError, r"head must stay torch.float32 \[8, 4\] on cpu, got"),
+        (lambda: vocabulary.draft([1.0]), TypeError, "hidden must be a tensor, got"),
+        (lambda: vocabulary.draft(HEAD[0]), ValueError, "hidden must have 2 dimensions"),
+        (lambda: vocabulary.best(HEAD[:, :3]), ValueError, r"hidden must be \[R, 4\], got torch.float32 \[8, 3\]"),
+        (
+            lambda: vocabulary.expand_logits(torch.zeros(2, 8), torch.zeros(2, 8)),
+            ValueError,
+            r"logits must be \[R, 4\]",
+        ),
+        (lambda: DraftVocabulary(HEAD, 4, first_token=2**31 - 7), ValueError, "first_token must be at most 2147483640"),
+    ):
+        with pytest.raises(error, match=f"^DraftVocabulary: {sentence}"):
+            call()
 
 
 @pytest.mark.state_machine

@@ -57,6 +57,8 @@ def test_arguments_that_are_not_tensors(mode, wrong):
         with pytest.raises(TypeError, match=rf"^begin: {name} must be a tensor, got {re.escape(repr(wrong))}"):
             manager.begin(batch.window._replace(**{name: wrong}))
         assert manager.state is State.CLOSED
+    with pytest.raises(TypeError, match=r"^begin: window must be a Window, got "):
+        manager.begin(wrong)
     with pytest.raises(ValueError, match=r"begin: window must have 0 to .* drafts .max_draft_tokens., got 1.5"):
         manager.begin(batch.window._replace(num_draft_tokens=1.5))
     manager.begin(batch.window)
@@ -119,6 +121,8 @@ def test_layouts_that_are_refused():
     batch = engine.batch(STEPS[0])
     slots, tables = batch.slots, engine.tables
     for layout, error, sentence in (
+        (slots, TypeError, "bind: layout must be a Layout, got {"),
+        (Layout(slots["full"]), TypeError, "bind: slot_mappings must be a mapping from groups to tensors, got torch"),
         (Layout({}), ValueError, r"bind: slot_mappings must have a tensor .* for \['full', 'mla'\]"),
         (Layout(slots), ValueError, "bind: block_tables must have a tensor for each group"),
         (Layout(slots, {"full": tables["full"]}), ValueError, r"bind: block_tables .*, got none for \['mla'\]"),
