@@ -154,8 +154,9 @@ class DraftLoop(BoundToMemory):
             num_drafts: number of drafts that the graphs of mode "loop" make, 1 to K; None means K. A first pass and a
                 graph per step are the same for every number; with 1 draft there is no loop.
         """
+        validation.instance("DraftLoop.capture: keys", keys, Iterable, "GraphKeys")
         keys, drafts = list(keys), self._checked_drafts(num_drafts)
-        chosen = [(self._graph_mode(mode), self._checked(key, key.num_reqs)) for mode in modes for key in keys]
+        chosen = [(self._graph_mode(mode), self._checked(key, 0)) for mode in modes for key in keys]
         stream = self._capture_stream()
         # The first pass precedes the loop, and the largest key comes first, so that later graphs fit into the pool's
         # memory. Ties are ordered by mode, because all ranks of a tensor-parallel group must capture in the same order.
@@ -436,6 +437,7 @@ class DraftLoop(BoundToMemory):
             )
 
     def _checked(self, key: GraphKey, num_reqs: int, query_len: int | None = None) -> GraphKey:
+        validation.instance("DraftLoop: key", key, GraphKey, "a GraphKey")
         most = self.buffers.max_num_reqs
         if not num_reqs <= key.num_reqs <= most:
             raise ValueError(

@@ -526,6 +526,10 @@ def make_loop(**changes):
         (lambda: make_loop().run_first_pass(2, 3), r"query_len=3\) belongs to a first pass"),
         (lambda: make_loop().run_first_pass(2, 1), "DraftLoop.run_first_pass: query_len must be > 1, got 1"),
         (lambda: make_loop(model_fn=lambda *_: (1, 2)).run(2), "model_fn must return no hidden states: buffers.h"),
+        (
+            lambda: make_loop(model_fn=lambda *_: torch.ones(1, 9)).run(2),
+            "DraftSampler: logits must .* of at least 2, got",
+        ),
         (lambda: make_loop(sample_fn=lambda _, out: out[:1, 0]).run(2), r"must return \[2\] tokens, got \[1\]"),
     ],
 )
@@ -534,7 +538,12 @@ def test_bad_values_are_refused(run, message):
         run()
 
 
-def test_outputs_of_functions_are_checked():
+def test_keys_and_outputs_are_checked():
+    for wrong in (lambda: make_loop().run(2, "eager", key=(2, 1)), lambda: make_loop().capture([(2, 1)])):
+        with pytest.raises(TypeError, match=r"^DraftLoop: key must be a GraphKey, got \(2, 1\)"):
+            wrong()
+    with pytest.raises(TypeError, match=r"^DraftLoop.capture: keys must be GraphKeys, got GraphKey\("):
+        make_loop().capture(GraphKey(2))
     with pytest.raises(TypeError, match=r"the result of sample_fn must be a tensor, got \[1, 2\]"):
         make_loop(sample_fn=lambda key, out: [1, 2]).run(2)
     carrying = Follower(3, 4, 20)
