@@ -91,8 +91,9 @@ class RecurrentCache(BoundToMemory):
                  "key_size": key_size, "value_size": value_size}  # fmt: skip
         for name, size in sizes.items():
             validation.integer(f"RecurrentCache.new: {name}", size)
-        rows = validation.integer("RecurrentCache.new: max_window", max_window, most=_MOST_ROWS)
         chunk = validation.integer("RecurrentCache.new: chunk", chunk, least=0, most=CHUNK)
+        most = MOST_CHUNK_WINDOW if chunk else _MOST_ROWS
+        rows = validation.integer("RecurrentCache.new: max_window", max_window, most=most)
         validation.boolean("RecurrentCache.new: per_channel", per_channel)
         on = validation.device("RecurrentCache.new: device", device)
 

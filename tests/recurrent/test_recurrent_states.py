@@ -501,6 +501,7 @@ def replaced(name: str, change) -> tuple:
 
 CACHES = [
     (lambda: new_cache(max_window=33), ValueError, "max_window must be at most 32, got 33"),
+    (lambda: new_cache(chunk=16, max_window=9), ValueError, "max_window must be at most 8, got 9"),
     (lambda: new_cache(key_size=192), ValueError, "state must be of key_width 64, 96, 128 or 256"),
     (lambda: new_cache(chunk=8), ValueError, "chunk must be 0 or 16, got 8"),
     (lambda: RecurrentCache(*replaced("state", lambda t: t.half())), TypeError, "state must have dtype"),
