@@ -139,8 +139,10 @@ class StateAudit(StepListener, RecurrentListener):
                         f"{source}, from where they moved: {differ} bytes differ"
                     )
                 self._counts["moves"] += 1
-            self.copied([(source, target)])
-            self.assigned([source])
+                self._kept[name, target] = self._kept.pop((name, source), [])
+                self._exported.pop((name, target), None)
+                if (name, source) in self._exported:
+                    self._exported[name, target] = self._exported[name, source]
 
     def began(self, group: Any, slots: Tensor) -> None:
         """Expect rows that change nothing in blocks whose states begin in the middle of a chunk."""
