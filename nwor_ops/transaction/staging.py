@@ -162,6 +162,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
             key, value: as in :func:`nwor_ops.stage_kv`: one row for each token of the batch from ``token_offset`` on.
             token_offset: index in the batch of the first of these tokens, for micro-batches.
         """
+        validation.tensor("stage: key", key)
         layer, tokens = self._layer(name, "stage"), key.shape[0]
         validation.token_offset("stage", token_offset, tokens, self.max_num_tokens)
         self._require_window("stage", name, key)
@@ -301,11 +302,14 @@ class KVCacheInterceptor(BoundToMemory):
         validation.instance("KVCacheInterceptor: buffer", buffer, StagingBuffer, "a StagingBuffer")
         if buffer.state is State.REGISTERING:
             raise RuntimeError("KVCacheInterceptor: the staging buffer must be allocated first")
-        if mode not in ("direct", "staging"):
-            raise ValueError(f"KVCacheInterceptor: mode must be one of direct, staging, got {mode!r}")
         self.buffer, self.mode = buffer, mode
+        self._check_mode()
         self.direct_windows = 0
         self.refused_windows = 0
+
+    def _check_mode(self) -> None:
+        if self.mode not in ("direct", "staging"):
+            raise ValueError(f"KVCacheInterceptor: mode must be one of direct, staging, got {self.mode!r}")
 
     @property
     def staging(self) -> bool:
@@ -320,6 +324,7 @@ class KVCacheInterceptor(BoundToMemory):
         """
         if self.staging:
             raise RuntimeError("begin: a staged window is open; commit or cancel it first")
+        self._check_mode()
         if self.mode == "staging":
             try:
                 self.buffer.begin(row_slots, stage_rows)

@@ -308,6 +308,8 @@ def test_interceptor_protocol():
     assert interceptor.begin(torch.arange(3))
     with pytest.raises(RuntimeError, match="a staged window is open"):
         interceptor.begin(torch.arange(3))
+    with pytest.raises(TypeError, match=r"^stage: key must be a tensor, got None"):
+        interceptor.write("packed.0", None, None, torch.arange(3))
     with pytest.raises(TypeError, match="stage_kv: "):
         interceptor.write("packed.0", *(s.double() for s in staged.sources("packed.0", 3)), torch.arange(3))
     interceptor.cancel()
@@ -316,6 +318,10 @@ def test_interceptor_protocol():
         interceptor.write("other", *staged.sources("packed.0", 1), torch.tensor([0]))
     with pytest.raises(ValueError, match="mode must be one of direct, staging, got 'stage'"):
         KVCacheInterceptor(staged.buffer, "stage")
+    interceptor.mode = "stage"
+    with pytest.raises(ValueError, match="mode must be one of direct, staging, got 'stage'"):
+        interceptor.begin(torch.arange(3))
+    interceptor.mode = "staging"
     with pytest.raises(TypeError, match="buffer must be a StagingBuffer, got 3"):
         KVCacheInterceptor(3)
     with pytest.warns(RuntimeWarning, match="written directly: begin: row_slots must have one dimension of at most 12"):
