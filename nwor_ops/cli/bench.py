@@ -114,7 +114,8 @@ def parse_feature(text: str) -> str:
     names = text.split("+")
     switches = [switch for name in names if name in FEATURES for switch in FEATURES[name].switch]
     if not set(names) <= set(FEATURES) or len(set(switches)) < len(names):
-        raise Stopped(f"FEATURE must be {', '.join(FEATURES)}, or several with + between them, got {text!r}")
+        rule = "or several of different variables with + between them (cow or stage, recurrent or chunk)"
+        raise Stopped(f"FEATURE must be {', '.join(FEATURES)}, {rule}, got {text!r}")
     return text
 
 

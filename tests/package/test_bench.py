@@ -162,7 +162,7 @@ def test_sides_differ_in_the_feature_only(tmp_path: pathlib.Path, monkeypatch: p
 
 @pytest.mark.parametrize("feature", ["nothing", "cow+", "cow+stage", "recurrent+chunk", "cow+cow"])
 def test_unknown_or_repeated_features_are_refused(feature: str) -> None:
-    with pytest.raises(Stopped, match=r"FEATURE must be cow, stage, .* or several with"):
+    with pytest.raises(Stopped, match=r"FEATURE must be cow, stage, .* or several of different"):
         bench.parse_feature(feature)
 
 
