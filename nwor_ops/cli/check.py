@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nwor_ops.cli.report import BAD, GOOD, Exit, Report, Stopped, check_model, silence_vllm
-from nwor_ops.config import is_ours
+from nwor_ops.config import is_ours, switched_off
 
 
 def look_at(arguments: Sequence[str], settings: Mapping[str, str] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -32,6 +32,8 @@ def look_at(arguments: Sequence[str], settings: Mapping[str, str] | None = None)
             config = configure(arguments)
             return config, look(config)
     except InvalidEngine as error:
+        if str(error).startswith("nwor: "):  # a setting in --additional-config
+            raise Stopped(str(error)) from None
         subject = "vLLM refuses these arguments"
         cause = type(error.__cause__)
         if not os.path.exists(arguments[0]) and (cause is OSError or "huggingface_hub" in cause.__module__):
@@ -90,7 +92,7 @@ def print_preview(preview: Mapping[str, Any], report: Report) -> None:
     names = ", ".join(feature["feature"] for feature in features if feature["switched_on"] and not feature["runs"])
     switched_on = ", ".join(feature["feature"] for feature in features if feature["switched_on"])
     if not switched_on:
-        report.line("Nothing is switched on.")
+        report.line("Nothing is switched on" + (": VLLM_NWOR=off." if switched_off() else "."))
     elif not names:
         line = f"No check refuses {switched_on}. Layers, back ends and the cache are checked at the start."
         report.line(line, style=GOOD)

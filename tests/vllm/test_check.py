@@ -155,12 +155,18 @@ def test_bad_config_file_prints_one_line(
     assert str(file) in line
 
 
-def test_unknown_argument_prints_no_traceback(engines: Engines) -> None:
+@pytest.mark.parametrize(
+    ("argument", "lines"),
+    [
+        (["--no-such-option"], ["unrecognized arguments: --no-such-option", "an argument is unknown or malformed"]),
+        (["--additional-config", '{"nwor": {"mod": 1}}'], ["nwor-ops check: nwor: unknown settings ['mod']"]),
+    ],
+)
+def test_invalid_argument_prints_no_traceback(engines: Engines, argument: list[str], lines: list[str]) -> None:
     """test_cli.py has the mistakes that are found before vLLM is imported."""
-    code, output, errors = engines.submit(command_job, ["--", "/tmp", "--no-such-option"]).result()
+    code, output, errors = engines.submit(command_job, ["--", model_folder(), *argument]).result()
     assert (code, output) == (2, ""), errors
-    assert "unrecognized arguments: --no-such-option" in errors
-    assert "an argument is unknown or malformed" in errors
+    assert all(line in errors for line in lines), errors
     assert "Traceback" not in errors
 
 
