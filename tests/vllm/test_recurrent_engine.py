@@ -348,7 +348,7 @@ def test_sizes_of_each_model(architecture: str) -> None:
 def test_unlisted_architecture_is_refused(architecture: str | None) -> None:
     """Also one that is much like a supported model."""
     config = engine(model_config__architecture=architecture)
-    sentence = f"model {architecture} has not been tried, .*; supported are Qwen3NextForCausalLM, .*KimiLinear"
+    sentence = f"model {architecture}: it has not been tried, .*; supported are Qwen3NextForCausalLM, .*KimiLinear"
     with pytest.raises(Unsupported, match=sentence):
         models.model_of(config)
     with pytest.raises(RuntimeError, match=rf"nwor: .*{sentence}.*\(recurrent was asked for; "):

@@ -273,13 +273,12 @@ def test_listener_gets_inputs_and_written_rows() -> None:
     assert all(row is given for row, given in zip(rows, (key, value), strict=True))
     assert (slots.tolist(), offset, rest) == (SLOTS.tolist(), 0, ("a scale",))
 
-    starts, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
-    tables = {"0": torch.zeros(1, 2, dtype=torch.int32)}
+    starts = torch.tensor([0, 1], dtype=torch.int32)
     step.session.close_interrupted()
-    step.session.bind(Layout({"0": SLOTS}, tables))
-    window = Window(starts, torch.tensor([0], dtype=torch.int32), num_draft_tokens=0, seq_lens=lengths)
+    step.session.bind(Layout({"0": SLOTS}))
+    window = Window(starts, torch.tensor([0], dtype=torch.int32), num_draft_tokens=0)
     step.session.begin(Step, window, lambda: ([0, 1], [0]))
-    assert noting.begun == [([0, 1], [0], {"0": SLOTS}, tables, lengths)]
+    assert noting.begun == [([0, 1], [0], {"0": SLOTS})]
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 2), (2, 5), (4, 5)])
