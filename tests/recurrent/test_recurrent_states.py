@@ -11,7 +11,7 @@ from recurrent_states import CHUNK, CHUNK_KINDS, KINDS, Decoding, in_double_prec
 from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 
-from nwor_ops import RecurrentCache, RecurrentStates
+from nwor_ops import RecurrentCache, RecurrentStates, ops
 from nwor_ops.recurrent.cursors import SkippedRequests
 from nwor_ops.testing.layouts import memory
 from nwor_ops.transaction.protocol import State
@@ -150,6 +150,31 @@ def test_a_batch_without_any_window_needs_no_layer():
     decoding.begin([1, -1], [9, 2], is_window=[False, True])
     decoding.states.commit(int32(1, 1))
     assert decoding.states.state is State.CLOSED
+
+
+OPTIONS = {"scale": 0.5, "softplus_beta": 2.0, "softplus_threshold": 0.5, "use_qk_l2norm": False,
+           "allow_neg_eigval": True, "norm_eps": 0.5, "gate_activation": "sigmoid"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_reach_the_op(name):
+    decoding, outs = one_layer(), []
+    decoding.begin([1], [3])
+    states, cache, weights = decoding.states, decoding.caches["gdn"], decoding.weights["gdn"]
+    inputs = decoding.inputs("gdn", 3)
+    arguments = *(inputs[part] for part in "qkvab"), weights.A_log, weights.dt_bias
+    gates = {"gate": inputs["gate"], "norm_weight": torch.ones(64)} if name in ("norm_eps", "gate_activation") else {}
+    for options in ({}, {name: OPTIONS[name]}):
+        outs.append((torch.zeros_like(inputs["v"]), torch.zeros(3, 2, 64, 64)))
+        copies = [tensor.clone() for tensor in (cache.state, *cache.records, torch.zeros(1, dtype=torch.int64))]
+        options = {"scale": 64**-0.5, "all_states": outs[-1][1]} | gates | options
+        plan = states.plan, states.window_id, states.query_start_loc
+        ops.gated_delta_verify(outs[-1][0], *copies, *arguments, *plan, **options)
+    after = torch.zeros_like(outs[0][1])
+    out = states.verify("gdn", *arguments, **gates | {name: OPTIONS[name], "all_states": after})
+    assert not torch.equal(outs[0][0], outs[1][0])
+    assert torch.equal(out, outs[1][0])
+    assert torch.equal(after, outs[1][1])
 
 
 # ---------------------------------------------------------------- between windows
