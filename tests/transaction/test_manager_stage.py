@@ -131,8 +131,8 @@ def test_unused_shadow_page_holds_no_row():
 
 @pytest.mark.parametrize("states", [None, [], [0], [3, 1]])
 def test_only_forgotten_rows_are_copied(states):
-    """Attention reads what the shadow page holds, here bytes that the test has put there."""
-    engine = Engine(("packed", "latent"), with_states=True)
+    """Attention reads what the shadow page holds, here bytes that the test has put there. State 3 has page 0."""
+    engine = Engine(("packed", "latent"), with_states=True, seed=2)
     for requests in ((Request(6), Request(7), Request(5), Request(3)), DRAFTING):
         engine.step(requests)
     for name, cache in engine.caches.items():
@@ -393,7 +393,7 @@ def test_redirected_group_splits_its_neighbours(count):
 
 def test_refused_launch_restores_group_without_slots_before_it():
     """The launch of groups "a" and "b" has run. The last launch is refused."""
-    manager = staged_manager({g: LayerCache.opaque(torch.zeros(9, 4, 1, 8 + 8 * (g == "c"))) for g in "abc"}, None)
+    manager = staged_manager({g: LayerCache.opaque(torch.zeros(9, 4, 1, 8 + 8 * (g == "c"))) for g in "abc"}, {"c": 1})
     manager.allocate()
     slots, tables = {g: torch.tensor([2, 3]) for g in "abc"}, {g: torch.zeros(1, g != "c").int() for g in "abc"}
     slots["a"].fill_(-1)
