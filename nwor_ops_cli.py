@@ -7,6 +7,7 @@ optional packages of ``nwor_ops[cli]``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import pathlib
 import sys
@@ -47,7 +48,12 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 
 
 def main() -> None:
-    app(prog_name="nwor-ops")
+    try:
+        app(prog_name="nwor-ops")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.exit(f"nwor-ops: {error.filename or 'the output'} cannot be written: {error.strerror}")
 
 
 def _print_version(asked: bool) -> None:

@@ -262,6 +262,12 @@ def test_help_names_every_command():
 # ---------------------------------------------------------------- output
 
 
+def test_full_disk_prints_one_line():
+    finished = run_cli("--version", code=f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {MAIN}")
+    line = "nwor-ops: the output cannot be written: No space left on device\n"
+    assert (finished.returncode, finished.stderr) == (1, line)
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_task_shows_its_progress(terminal):
     report = Report("demo")
