@@ -106,8 +106,8 @@ def demo(
 ) -> None:
     """Show the three features on this machine, without and with NWOR.
 
-    A small hybrid model has one recurrent state per request. A draft model's pass is one graph launch. A vLLM engine
-    with a real model leaves no stale row in the cache. The texts are the same.
+    A small hybrid model has one recurrent state per request. A draft model's pass
+    is one graph launch. A real model in vLLM leaves no stale row in the cache.
     """
     require("vllm")
     from nwor_ops.cli.demo import DemoOptions, run_demo
@@ -123,8 +123,8 @@ def check(
 ) -> None:
     """Say which features an engine with these arguments will have. Loads no weights.
 
-    The settings are those of the engine: VLLM_NWOR_... in the environment, or --additional-config. Example:
-    VLLM_NWOR_MODE=cow nwor-ops check -- MODEL --speculative-config '{"method": "ngram", ...}'
+    Settings: VLLM_NWOR_... in the environment, or --additional-config. Example:
+    VLLM_NWOR_MODE=cow nwor-ops check -- MODEL --speculative-config '{...}'
     """
     require("vllm")
     from nwor_ops.cli.check import run_check
@@ -160,8 +160,8 @@ def bench(
 ) -> None:
     """Measure a feature with your model, arguments and traffic: vanilla vLLM and nwor_ops in turn.
 
-    Two servers start with the same arguments, and run the same requests round by round. Example:
-    nwor-ops bench recurrent+draft_vocabulary --requests 1,16 -- MODEL --speculative-config '{"method": "mtp", ...}'
+    Two servers run the same requests round by round. Example:
+    nwor-ops bench recurrent --requests 1,16 -- MODEL --speculative-config '{...}'
     """
     require("vllm")
     from nwor_ops.cli import bench as command
@@ -197,10 +197,10 @@ def verify(
 ) -> None:
     """Prove on this machine that nwor_ops works: compare every op with an oracle, and audit an engine at every step.
 
-    Random windows of every op are compared with plain Python. Then an engine with your model, arguments and settings
-    (VLLM_NWOR_... in the environment) serves random requests, and the audit compares every byte of its cache. Without
-    ARGS only the ops are compared. Example:
-    VLLM_NWOR_MODE=cow nwor-ops verify --minutes 10 -- MODEL --speculative-config '{"method": "ngram", ...}'
+    Random windows of every op are compared with plain Python. Then your engine
+    serves random requests, and the audit compares every byte of its cache.
+    Without ARGS only the ops are compared. Example:
+    VLLM_NWOR_MODE=cow nwor-ops verify -- MODEL --speculative-config '{...}'
     """
     require("torch", *(["vllm"] if arguments else []))
     from nwor_ops.cli.verify import VerifyOptions, check_options, run_verify
