@@ -518,7 +518,6 @@ def make_loop(**changes):
         (lambda: make_loop().run(5), "DraftLoop: num_reqs must be 0 to 4, the rows of the buffers, got 5"),
         (lambda: make_loop().run(-1), "num_reqs must be 0 to 4, the rows of the buffers, got -1"),
         (lambda: make_loop().run(2, num_drafts=4), "DraftLoop: num_drafts must be at most 3, got 4"),
-        (lambda: make_loop().run(2, num_drafts=0), "DraftLoop: num_drafts must be at least 1, got 0"),
         (lambda: make_loop().run(2, key=GraphKey(1)), r"GraphKey\(num_reqs=1, query_len=1\) must hold the 2 requests"),
         (lambda: make_loop().run(2, key=GraphKey(5)), "and fit into buffers of 4 rows"),
         (lambda: make_loop().run(2, key=GraphKey(2, 3)), "must have the query length of this pass, 1"),

@@ -219,6 +219,14 @@ def test_counts_in_place_of_cumulative_counts():
     with pytest.raises(ValueError, match=r"commit_rejected: num_rejected must be at most 0 for request 1, .*, got 1; "):
         manager.commit_rejected(int32(1, 1))
     manager.cancel()
+    cache.zero_()
+    manager.begin(Window(int32(0, 3, 6), int32(2, 4), num_draft_tokens=3))  # commit would not look at the fourth
+    manager.write("a", *key_value(6), slots)
+    for end, outcome in (("commit", (drafts, sampled)), ("commit_rejected", (int32(1, 2),))):
+        with pytest.raises(ValueError, match=f"^{end}: num_draft_tokens of the window must be at least 4, .* got 3"):
+            getattr(manager, end)(*outcome)
+    manager.cancel()
+    assert cache.view(8, 32)[:, 0].tolist() == [1, 0, 0, 1, 0, 0, 0, 0]
     for counts, known in ((iter([2, 2]), 4), (np.array([2, 2]), 4), (int32(2, 2), None)):
         cache.zero_()
         window = Window.from_counts(int32(0, 3, 6), counts)
@@ -236,25 +244,6 @@ def test_counts_in_place_of_cumulative_counts():
     ):
         with pytest.raises(error, match=f"^Window.from_counts: counts{sentence}"):
             Window.from_counts(int32(0, 3, 6), wrong)
-
-
-@pytest.mark.parametrize("end", ["commit", "commit_rejected"])
-def test_num_draft_tokens_below_the_drafts(end):
-    """Commit would not look at the others, whose rows would stay."""
-    manager, cache = new_manager(), torch.zeros(2, 4, 2, 16)
-    manager.register_layer("a", LayerCache.packed(cache))
-    manager.allocate()
-    slots = torch.arange(6)
-    manager.bind(Layout({"default": slots}))
-    outcome = (
-        (int32(1, 2),) if end == "commit_rejected" else (torch.tensor([5, 6, 7, 8]), torch.tensor([[5, 1], [1, 1]]))
-    )
-    manager.begin(Window(int32(0, 3, 6), int32(2, 4), num_draft_tokens=3))
-    manager.write("a", *key_value(6), slots)
-    with pytest.raises(ValueError, match=f"^{end}: num_draft_tokens of the window must be at least 4, .*, got 3"):
-        getattr(manager, end)(*outcome)
-    manager.cancel()
-    assert cache.view(8, 32)[:, 0].tolist() == [1, 0, 0, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("end", ["commit", "commit_rejected"])
