@@ -151,15 +151,12 @@ def run_bench(options: BenchOptions, report: Report) -> int:
     make_folder(options.output)
     with handling(signal.default_int_handler, signal.SIGTERM):  # as Ctrl-C, which also stops the servers
         result, loads = _measure(options, report)
-    written = report.write_json(options.output / "result.json", result)
-    report.json(result)
     print_loads(report, options.feature, loads)
     if not options.restart:
         report.line("two starts of one engine may differ by 1 % too; --restart measures several starts", "note")
     device = f"{result['device']['count']} x {result['device']['name']}, vLLM {result['versions']['vllm']}"
     report.line(f"{device}, {options.rounds} rounds, {result['seconds']:.0f} s in total")
-    if written:
-        report.line(f"all figures: {options.output / 'result.json'}")
+    report.result("all figures", options.output / "result.json", result)
     return int(result["exit_code"])
 
 

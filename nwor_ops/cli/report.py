@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import json
 import logging
 import os
 import pathlib
 import platform
-import re
 import signal
 import sys
 import tempfile
@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import nwor_ops
 
@@ -112,14 +111,18 @@ class Report:
             with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
                 end()
 
-    def write_json(self, file: pathlib.Path, value: Mapping[str, Any]) -> bool:
-        """Write the result. An error, such as a full disk, is printed, because the result is printed too."""
+    def result(self, title: str, file: pathlib.Path, value: Mapping[str, Any], **private: Any) -> None:
+        """Print the result, if it was asked for as JSON, and write it to a file, which is named.
+
+        The file lacks the private values. An error, such as a full disk, is printed and ends nothing.
+        """
+        self.json({**value, **private})
         try:
             file.write_text(json.dumps(value, indent=2) + "\n")
         except OSError as error:
             self.error(f"--output: {file} could not be written: {error.strerror}")
-            return False
-        return True
+        else:
+            self.line(f"{title}: {file}")
 
     @contextlib.contextmanager
     def task(self, title: str, parts: int | None = None) -> Iterator[Callable[[], None]]:
@@ -128,13 +131,10 @@ class Report:
         Yields:
             A function to call after each of the parts.
         """
-        started = time.monotonic()
+        started, done = time.monotonic(), itertools.count(1)
         if self._err.is_terminal:
-            bar = () if parts is None else (BarColumn(), MofNCompleteColumn())
-            columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), *bar, TimeElapsedColumn())
-            with Progress(*columns, console=self._err, transient=True) as progress:
-                added = progress.add_task(title, total=parts)
-                yield lambda: progress.advance(added)
+            with self._err.status(escape(title)) as status:
+                yield lambda: status.update(f"{escape(title)}: {next(done)} of {parts}")
         else:
             self._err.print(f"{title} ...", markup=False)
             yield lambda: None
@@ -179,14 +179,7 @@ def plugin_problem() -> str | None:
     return None
 
 
-# ---------------------------------------------------------------- options and files
-
-
-def check_model(option: str, model: str) -> None:
-    """Check a model that is spelled like a path. Another one may be a name that vLLM downloads. Raises Stopped."""
-    is_path = model.startswith(("/", ".", "~")) or (model.count("/") > 1 and not re.search(r"://|\.gguf$", model))
-    if is_path and not pathlib.Path(model).expanduser().exists():
-        raise Stopped(f"{option}: there is no folder {model}")
+# ---------------------------------------------------------------- files and versions
 
 
 def make_folder(folder: pathlib.Path) -> None:

@@ -104,12 +104,9 @@ def run_verify(options: VerifyOptions, report: Report) -> int:
     if options.arguments and result.exit_code == Exit.FINE:
         _audit_engine(options, seconds * (1 - share), report, result)
     values = _as_dict(options, result)
-    vllm_error = {"vllm_error": values.pop("vllm_error")}
-    written = report.write_json(options.output / "report.json", values)
-    report.json(values | vllm_error)
+    vllm_error = values.pop("vllm_error")
     _print(options, result, report)
-    if written:
-        report.line(f"report for a bug report: {options.output / 'report.json'}")
+    report.result("report for a bug report", options.output / "report.json", values, vllm_error=vllm_error)
     return result.exit_code
 
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("rich")
 
 from nwor_ops.cli import demo
-from nwor_ops.cli.demo import DemoOptions, make_model, problems, run_library, summarize
+from nwor_ops.cli.demo import DemoOptions, make_model, run_library, show, summarize
 from nwor_ops.cli.report import Report
 from nwor_ops.testing import real_model, tiny_llama
 
@@ -20,8 +20,11 @@ BLOCK = {
 }  # fmt: skip
 
 
+JSON = Report("demo", as_json=True)
+
+
 def sentences(options: DemoOptions, answers: dict) -> list[str]:
-    return [sentence for feature in problems(options, answers).values() for sentence in feature]
+    return [sentence for feature in show(JSON, options, answers).values() for sentence in feature]
 
 
 def side(stale_rows: int) -> dict:

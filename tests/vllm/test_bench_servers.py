@@ -72,7 +72,7 @@ def test_refusals_come_before_a_server_starts(engines: Engines) -> None:
         (Exit.REFUSED, f"draft vocabulary will be refused: {why['draft vocabulary']}"),
         (Exit.REFUSED, "cow will be refused: the engine does not speculate (--speculative-config)"),
         (Exit.INVALID, "an argument is unknown or malformed"),
-        (Exit.INVALID, "MODEL: there is no folder /nonexistent/model"),
+        (Exit.ENGINE, "there is no folder /nonexistent/model"),
         (Exit.ENGINE, ""),
     ]
     for (outcome, message, _), (code, sentence) in zip(answers, expected, strict=False):
