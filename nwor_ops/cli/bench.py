@@ -45,47 +45,35 @@ _ALL_OFF = {
 
 
 class Feature(NamedTuple):
-    """A feature to measure: its name in ``nwor-ops check``, and its switch.
+    """A feature to measure."""
 
-    ``same_drafts`` tells whether both sides propose the same drafts, so that unequal acceptance is an accident.
-    """
-
-    name: str
-    switch: dict[str, str]
-    same_drafts: bool = True
+    name: str  # in ``nwor-ops check``
+    variable: str
+    value: str
 
 
 FEATURES = {
-    "cow": Feature("cow", {"VLLM_NWOR_MODE": "cow"}),
-    "stage": Feature("stage", {"VLLM_NWOR_MODE": "stage"}),
-    "draft_graphs": Feature("draft graphs", {"VLLM_NWOR_DRAFT_GRAPHS": "1"}),
-    "recurrent": Feature("recurrent", {"VLLM_NWOR_RECURRENT": "exact"}),
-    "chunk": Feature("recurrent", {"VLLM_NWOR_RECURRENT": "chunk"}),
-    "draft_vocabulary": Feature(
-        "draft vocabulary", {"VLLM_NWOR_DRAFT_VOCABULARY": f"{SUGGESTED_ROWS}"}, same_drafts=False
-    ),
+    "cow": Feature("cow", "VLLM_NWOR_MODE", "cow"),
+    "stage": Feature("stage", "VLLM_NWOR_MODE", "stage"),
+    "draft_graphs": Feature("draft graphs", "VLLM_NWOR_DRAFT_GRAPHS", "1"),
+    "recurrent": Feature("recurrent", "VLLM_NWOR_RECURRENT", "exact"),
+    "chunk": Feature("recurrent", "VLLM_NWOR_RECURRENT", "chunk"),
+    "draft_vocabulary": Feature("draft vocabulary", "VLLM_NWOR_DRAFT_VOCABULARY", f"{SUGGESTED_ROWS}"),
 }
+OWN_DRAFTS = "draft_vocabulary"  # with any other feature both sides propose the same drafts
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The options of the command; see ``nwor-ops bench --help``.
+    """The options of the command; see ``nwor-ops bench --help``."""
 
-    Attributes:
-        feature: a key of ``FEATURES``, or several with ``+`` between them.
-        arguments: the arguments of ``vllm serve``, for both sides.
-        output: folder for the results.
-        client_arguments: more arguments of ``vllm bench serve``.
-        vanilla_environment: variables of the vanilla server, on top of this process's.
-    """
-
-    feature: str
-    arguments: tuple[str, ...]
+    feature: str  # a key of FEATURES, or several with + between them
+    arguments: tuple[str, ...]  # of vllm serve, for both sides
     output: pathlib.Path
     requests: tuple[int, ...] = (1, 16, 64)
     rounds: int = 6
     seconds: float = 20.0
-    client_arguments: tuple[str, ...] = ()
+    client_arguments: tuple[str, ...] = ()  # of vllm bench serve, after TRAFFIC
     vanilla_arguments: tuple[str, ...] = ()
     vanilla_environment: Mapping[str, str] = field(default_factory=dict)
     restart: bool = False
@@ -97,7 +85,7 @@ class BenchOptions:
     def settings(self, side: str) -> dict[str, str]:
         """Return the variables that this command sets for a side."""
         if side == OURS:
-            return _ALL_OFF | {name: value for one in self.features for name, value in one.switch.items()}
+            return _ALL_OFF | {feature.variable: feature.value for feature in self.features}
         return {**self.vanilla_environment, SWITCH: "off"}
 
     def environment(self, side: str) -> dict[str, str]:
@@ -112,8 +100,7 @@ class BenchOptions:
 def parse_feature(text: str) -> str:
     """Check names like ``"recurrent+draft_vocabulary"``. Raises Stopped."""
     names = text.split("+")
-    switches = [switch for name in names if name in FEATURES for switch in FEATURES[name].switch]
-    if not set(names) <= set(FEATURES) or len(set(switches)) < len(names):
+    if not set(names) <= set(FEATURES) or len({FEATURES[name].variable for name in names}) < len(names):
         rule = "or several of different variables with + between them (cow or stage, recurrent or chunk)"
         raise Stopped(f"FEATURE must be {', '.join(FEATURES)}, {rule}, got {text!r}")
     return text
@@ -296,7 +283,7 @@ def _measure(options: BenchOptions, report: Report) -> tuple[dict[str, Any], lis
         config = prepare(options)
         client = Client(options.client_arguments, config.model_config, options.output / "client.log")
     memory = memory_arguments(options, config)
-    same_drafts = all(feature.same_drafts for feature in options.features)
+    same_drafts = OWN_DRAFTS not in options.feature.split("+")
     measured = measure_rounds(options, report, functools.partial(running, options, memory, report), client)
     loads = [Load(requests, runs, same_drafts) for requests, runs in measured.items()]
     return _describe(options, config, memory, loads) | {"seconds": round(time.monotonic() - started, 1)}, loads
