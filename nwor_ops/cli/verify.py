@@ -105,8 +105,8 @@ def run_verify(options: VerifyOptions, report: Report) -> int:
         _audit_engine(options, seconds * (1 - share), report, result)
     values = _as_dict(options, result)
     vllm_error = values.pop("vllm_error")
-    _print(options, result, report)
     report.result("report for a bug report", options.output / "report.json", values, vllm_error=vllm_error)
+    _print(options, result, report)
     return result.exit_code
 
 

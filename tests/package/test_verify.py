@@ -204,7 +204,7 @@ def test_one_line_to_paste_names_everything(replaced, end, tmp_path, capsys, mon
     """Two ranks had nine steps each."""
     start_program(tmp_path, monkeypatch, **replaced)
     run_verify(options(tmp_path, arguments=("MODEL",)), Report("verify"))
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to paste: ")]
+    line = capsys.readouterr().out.splitlines()[-1]
     expected = rf"to paste: nwor_ops \S+, vLLM .+, torch \S+; Llama on cpu, ngram K=4, mode cow; {end}"
     assert re.fullmatch(expected, line), line
 
