@@ -738,7 +738,7 @@ def test_audit_without_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
     from nwor_ops.vllm import plugin as entry
 
     class Runner:
-        speculative_config = None
+        speculative_config = execute_model_state = None
         vllm_config = engine(
             speculative_config=None,
             additional_config={"nwor": {"recurrent": True, "audit": True}},
@@ -754,7 +754,8 @@ def test_audit_without_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
     audited = Audited([5, 2], [1, 1])
     runner, state = Runner(), plugin.RecurrentEngine.__new__(plugin.RecurrentEngine)
     state.builders, state._aligned, state._owners = [audited.window], None, None
-    state.patches = Patches("test")
+    state.patches = Patches(plugin.ENGINE_PATCHES)
+    Patches("recurrent").put(Runner, "execute_model", plugin.following_forwards)
     assert not audit_states_alone(runner)
     monkeypatch.setitem(plugin._engines, runner, state)
     for _ in range(2):  # the second time with a cache that is bound again

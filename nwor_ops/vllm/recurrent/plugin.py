@@ -35,6 +35,7 @@ from nwor_ops.vllm.support.refusals import UNKNOWN_LAYERS
 from nwor_ops.vllm.transaction.supported import is_recurrent
 
 _patches = Patches("recurrent: pages")
+ENGINE_PATCHES = "recurrent: engine"  # patches of one runner, over those of its class
 _engines: weakref.WeakKeyDictionary[Any, RecurrentEngine] = weakref.WeakKeyDictionary()
 
 
@@ -82,7 +83,7 @@ class RecurrentEngine:
         from vllm.v1.kv_cache_interface import iter_layer_specs
 
         self.folds_tails = folds_tails
-        self.patches = patches or Patches(RECURRENT)
+        self.patches = patches or Patches(ENGINE_PATCHES)
         self.builders, self._skipped, self._aligned, self._owners = builders, skipped, aligned, owners
         self.listener: RecurrentListener | None = None
         self._slept: tuple[int, Tensor] | None = None  # steps and skipped requests when the engine went to sleep
@@ -262,7 +263,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     if profiling:
         return
     aligned = owners = None
-    patches = Patches(RECURRENT)
+    patches = Patches(ENGINE_PATCHES)
     if vllm_config.cache_config.mamba_cache_mode == "align":
         groups = [(builder.group, table) for builder, table in zip(builders, tables, strict=True)]
         state = runner.model_state
