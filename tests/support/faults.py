@@ -82,7 +82,7 @@ class Interrupts:
     """
 
     def __init__(self, place: int) -> None:
-        self.place = self.left = place
+        self.left = place
 
     def __enter__(self) -> Interrupts:
         sys.settrace(self._call)
@@ -91,10 +91,6 @@ class Interrupts:
     def __exit__(self, kind: object, *_: object) -> bool:
         sys.settrace(None)
         return kind is KeyboardInterrupt
-
-    @property
-    def raised(self) -> bool:
-        return self.left < 0
 
     def _call(self, frame: FrameType, event: str, argument: object) -> Callable | None:
         ours = frame.f_code.co_filename.startswith(OURS)
