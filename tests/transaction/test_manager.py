@@ -355,6 +355,29 @@ def test_compiled(kinds, backend, dynamic, read):
         transactions.assert_as_expected()
 
 
+def test_compiled_layers_of_one_byte_buffer():
+    """As in vLLM, each page is bytes of all layers, viewed as their dtype. No tensor of it begins the storage."""
+    torch.compiler.reset()
+    manager, buffer = new_manager(), torch.zeros(2, 2, 4 * 2 * 16 * 4, dtype=torch.int8)
+    for name, part in zip("ab", buffer.unbind(1), strict=True):
+        manager.register_layer(name, LayerCache.packed(part.view(torch.float32).unflatten(1, (4, 2, 16))))
+    manager.allocate()
+    manager.bind(Layout({"default": torch.arange(4)}))
+    (key, value), slots = key_value(), torch.arange(4)
+
+    def forward():
+        for factor, name in enumerate("ab", 1):
+            manager.write(name, key * factor, value * factor, slots)
+
+    manager.begin(small_window())
+    torch.compile(forward, fullgraph=True, backend="aot_eager")()
+    manager.commit_rejected(int32(0, 1))
+    assert buffer.view(torch.float32).view(2, 2, 4, 32)[..., 0].tolist() == [
+        [[1, 1, 1, 0], [2, 2, 2, 0]],
+        [[0] * 4] * 2,
+    ]
+
+
 @pytest.mark.parametrize("dynamic", [None, True], ids=["", "dynamic"])
 def test_the_number_of_tokens_stays_a_symbol(dynamic):
     """If it is marked as dynamic, it stays a symbol next to caches of any size: 16 blocks of 4 slots here."""
