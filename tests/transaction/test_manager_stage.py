@@ -412,7 +412,7 @@ def test_pages_of_a_request():
 
 
 def test_drafts_although_the_caller_said_none():
-    """Its slots and table are put back, and its accepted row is kept."""
+    """The CPU refuses the commit. Cancel puts slots and table back, and the draft is in no page of the request."""
     cache = torch.zeros(8, 2, 1, 8)
     manager = DraftCommitManager(
         max_num_tokens=8, max_num_requests=1, max_draft_tokens=4, device="cpu", mode="stage", max_drafts_per_request=2
@@ -426,6 +426,8 @@ def test_drafts_although_the_caller_said_none():
         cache.zero_()
         manager.begin(nwor_ops.Window(starts, drafts, num_draft_tokens=0, seq_lens=lengths))
         manager.write("x", torch.ones(2, 1, 4), torch.ones(2, 1, 4), slots)
-        manager.commit_rejected(torch.tensor([0], dtype=torch.int32))
+        with pytest.raises(ValueError, match="commit_rejected: num_draft_tokens of the window must be at least 1"):
+            manager.commit_rejected(torch.tensor([0], dtype=torch.int32))
+        manager.cancel()
         assert (slots.tolist(), table.tolist()) == ([2, 3], [[0, 1]])
-        assert cache.view(16, 8)[2:4].tolist() == [[1.0] * 8] * 2
+        assert cache.view(16, 8)[2:4].tolist() == [[1.0] * 8, [0.0] * 8]
