@@ -880,7 +880,7 @@ def _defaults() -> Iterator[Case]:
         yield case("-one-by-one", max_num_seqs=1)
         yield case("-abort", **ABORT)
         # As for `next-preemption`, vanilla vLLM preempts at other times.
-        yield case("-preemption", num_gpu_blocks_override=32, use={"max_tokens": 190}, may_differ=24,
+        yield case("-preemption", num_gpu_blocks_override=28, use={"max_tokens": 190}, may_differ=24,
                    expect={"metric:num_preemptions": 1})  # fmt: skip
         # Keys inside a block. vLLM then exports fewer states inside a prompt. Of 385 tokens the last one is left, and
         # folded.
