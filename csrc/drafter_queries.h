@@ -501,7 +501,7 @@ NWOR_HOST_DEVICE inline Found problem_of_row(const StepTokensArguments& a, int64
 NWOR_HOST_DEVICE inline void sampled_item(const StepTokensArguments& a, int64_t row, int64_t column) {
     int64_t id = -1;
     if (a.rows.is_real(row)) {
-        const int64_t accepted = a.num_sampled[row] - 1;
+        const int64_t accepted = most(a.num_sampled[row], 0) - 1;
         const int64_t first_draft = a.starts[row + 1] - a.num_drafts(row);
         if (column == accepted) {
             const int64_t state = a.rows.idx_mapping[row];

@@ -489,3 +489,7 @@ def test_positions_at_the_end_of_64_bits():
     assert after["slot_mapping"].tolist()[:3] == [-1, -1, 4 * int(step[1][2, 1])]
     expanded = with_arguments("copy_expand_inputs", samples.expand(), target_positions=int64(*[last - 1] * 10))
     assert run("copy_expand_inputs", expanded)["positions"].tolist()[:4] == [last - 1, last, last, last]
+    sampled, context = int64(77, 77, 77).view(1, 3), int64(77)
+    starts, lowest = int32(0, 3), int64(-last - 1)
+    ops.gather_step_tokens(int64(1, 2, 3), starts, starts, int32(0), lowest, int64(9), sampled, context)
+    assert sampled.tolist() == [[-1, -1, -1]]
