@@ -147,9 +147,9 @@ class DraftCommitManager(Stateful[Layer]):
         )
         self.device = validation.device("DraftCommitManager: device", device)
         self.mode = mode
-        first_blocks = {
-            group: size(f"shadow_blocks[{group!r}]", first, 0) for group, first in (shadow_blocks or {}).items()
-        }
+        shadow_blocks = {} if shadow_blocks is None else shadow_blocks
+        validation.instance("DraftCommitManager: shadow_blocks", shadow_blocks, Mapping, "a mapping or None")
+        first_blocks = {group: size(f"shadow_blocks[{group!r}]", first, 0) for group, first in shadow_blocks.items()}
         self._layers = LayerTable()
         self.recovery: UndoLog | ShadowPages = UndoLog(self._layers)
         if mode == "stage":

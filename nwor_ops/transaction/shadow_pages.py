@@ -79,7 +79,7 @@ class ShadowPages(BoundToMemory):
     def allocate(self, buffers: WindowBuffers) -> None:
         first_blocks, requests, device = self._first_blocks, len(buffers.num_accepted), buffers.row_slots.device
         planes = {group: self._layers.planes_of(group) for group in self.groups}
-        unknown = sorted(set(first_blocks) - set(planes))
+        unknown = sorted(set(first_blocks) - set(planes), key=repr)
         if unknown:
             raise ValueError(f"allocate: shadow_blocks must name groups of {self.groups}, got {unknown}")
         block_size = min(_pages_of(name, of_group)[1] for name, of_group in planes.items())

@@ -140,7 +140,7 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str, tuple[Any, ...], Any]] = [
     ("DraftCommitManager", DraftCommitManager, MANAGER, "device", DEVICES, REFUSALS),
     ("DraftCommitManager", DraftCommitManager, MANAGER, "mode", (None, 3, "banana"), ValueError),
     ("DraftCommitManager", DraftCommitManager, STAGE, "shadow_blocks",
-     ({"default": None}, {"default": 1.5}, {"default": -1}, {"default": 2**62}), REFUSALS),
+     (3, "x", [], {"default": None}, {"default": 1.5}, {"default": -1}, {"default": 2**62}), REFUSALS),
     ("StagingBuffer", StagingBuffer, STAGING, "device", DEVICES, REFUSALS),
     ("KVCacheInterceptor", KVCacheInterceptor, {"buffer": None}, "buffer", (None, 3, "x"), TypeError),
     ("Plane", Plane, {"view": CACHE}, "view",

@@ -332,8 +332,8 @@ def test_groups_share_a_pool_of_memory(layout):
 def test_shadow_blocks_of_an_unknown_group():
     """A misspelled name would select the last pages, which may be in use."""
     _, construct, layout, shape, dtype = KINDS["packed"]
-    manager = staged_manager({"full": construct(layout, shape, dtype, 0)[0]}, {"ful": 3})
-    with pytest.raises(ValueError, match=r"^allocate: shadow_blocks must name groups of \['full'\], got \['ful'\]$"):
+    manager = staged_manager({"full": construct(layout, shape, dtype, 0)[0]}, {"ful": 3, 0: 3})
+    with pytest.raises(ValueError, match=r"^allocate: shadow_blocks must name groups of \['full'\], got \['ful', 0\]$"):
         manager.allocate()
 
 
