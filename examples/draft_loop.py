@@ -235,12 +235,14 @@ def play(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"][: 1 + torch.cuda.is_available()])
     parser.add_argument("--num-drafts", type=int, default=4)
     parser.add_argument("--num-reqs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=0.0)
     arguments = parser.parse_args()
+    if min(arguments.num_drafts, arguments.num_reqs, arguments.rounds) < 1:
+        parser.error("--num-drafts, --num-reqs and --rounds must be at least 1")
     max_len = 16 + (arguments.rounds + 1) * (arguments.num_drafts + 1)
     # One row more than requests, so that every replay has a padded row. The dtype is float64, because a padded batch
     # may add in another order than the eager one. This must not change which of two tokens wins.

@@ -298,7 +298,7 @@ class HybridEngine:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"][: 1 + torch.cuda.is_available()])
     parser.add_argument("--num-drafts", type=int, default=4, help="0: decode without drafts")
     parser.add_argument("--form", choices=("exact", "chunk"), default="exact", help="form of the recurrent windows")
     parser.add_argument("--num-prompts", type=int, default=6)

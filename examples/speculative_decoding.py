@@ -227,7 +227,7 @@ def make_prompts(count: int, vocab_size: int) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"][: 1 + torch.cuda.is_available()])
     parser.add_argument("--layout", choices=["NHD", "HND"], default="NHD")
     parser.add_argument("--mode", choices=["cow", "stage"], default="cow")
     parser.add_argument("--num-drafts", type=int, default=4)

@@ -221,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--branches", type=int, default=3)
     parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"][: 1 + torch.cuda.is_available()])
     parser.add_argument("--num-prompts", type=int, default=6)
     parser.add_argument("--output-tokens", type=int, default=48)
     arguments = parser.parse_args()

@@ -223,6 +223,14 @@ def test_draft_vocabulary_keeps_the_text(capsys):
     assert 0.97 < coverage < 1
 
 
+@pytest.mark.parametrize("words", ["--rounds 0", "--num-reqs 0", "--device banana"])
+def test_draft_loop_refuses_invalid_options(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["draft_loop.py", *words.split()])
+    with pytest.raises(SystemExit):
+        draft_loop.main()
+    assert f"{words.split()[0]}" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_draft_loop_notices_other_drafts(monkeypatch, capsys):
     class Forgetful(draft_loop.PagedMetadataAdapter):
         """A back end whose update in place is incomplete, but whose build is correct."""
