@@ -142,7 +142,7 @@ def run_bench(options: BenchOptions, report: Report) -> int:
     if not options.restart:
         report.line("two starts of one engine may differ by 1 % too; --restart measures several starts", "note")
     device = f"{result['device']['count']} x {result['device']['name']}, vLLM {result['versions']['vllm']}"
-    report.line(f"{device}, {options.rounds} rounds, {result['seconds']:.0f} s in total")
+    report.line(f"{device}, {options.rounds} round{'s' * (options.rounds != 1)}, {result['seconds']:.0f} s in total")
     report.result("all figures", options.output / "result.json", result)
     return int(result["exit_code"])
 

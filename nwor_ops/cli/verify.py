@@ -254,10 +254,10 @@ def _as_dict(options: VerifyOptions, result: Result) -> dict[str, Any]:
 
 
 def _print(options: VerifyOptions, result: Result, report: Report) -> None:
-    calls = result.ops["calls"]
+    calls, rounds = result.ops["calls"], result.ops["rounds"]
     report.line(
-        f"{result.ops['rounds']} rounds of random windows on {options.device}: {sum(calls.values()):,} calls of "
-        f"{len(calls)} ops compared with the oracles"
+        f"{rounds} round{'s' * (rounds != 1)} of random windows on {options.device}: {sum(calls.values()):,} calls "
+        f"of {len(calls)} ops compared with the oracles"
     )
     if "requests" in result.engine:
         served = ", ".join(f"{count:,} {name}" for name, count in result.engine["requests"].items())

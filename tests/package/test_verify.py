@@ -165,7 +165,9 @@ def test_audited_states_of_vllm_are_counted(tmp_path, capsys, monkeypatch):
     reason = "FULL graphs call no Python"
     start_program(tmp_path, monkeypatch, STATES='[{"states_computed": 600}]', REASONS=repr([reason]))
     assert run_verify(options(tmp_path, arguments=("MODEL",)), Report("verify")) == Exit.FINE
-    lines = [line for line in capsys.readouterr().out.splitlines() if "recurrent states" in line]
+    printed = capsys.readouterr().out
+    assert "\n1 round of random windows on cpu: " in printed
+    lines = [line for line in printed.splitlines() if "recurrent states" in line]
     assert lines == [
         "1,200 recurrent states of vLLM compared", f"vLLM's recurrent states were not audited: {reason}",
     ]  # fmt: skip
