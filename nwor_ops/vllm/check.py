@@ -68,8 +68,9 @@ def engine_arguments(arguments: Sequence[str], **defaults: Any) -> Any:
             parsed.model = parsed.model_tag
         serve.validate(parsed)
         return AsyncEngineArgs.from_cli_args(parsed)
-    except Exception as error:
-        raise InvalidEngine(_first_sentence(error)) from error
+    except Exception as error:  # an IndexError: vLLM looks for the value of --model after the last argument
+        no_value = f"{arguments[-1]} must have a value"
+        raise InvalidEngine(no_value if isinstance(error, IndexError) else _first_sentence(error)) from error
 
 
 def configuration(engine_arguments: Any) -> Any:

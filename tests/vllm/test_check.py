@@ -20,7 +20,7 @@ from engines import NGRAM, Engines, model_folder, prompts
 from nwor_ops.cli.check import outcome_of, print_preview
 from nwor_ops.cli.report import Exit, Report
 from nwor_ops.cli.verify_engine import SMALL_ENGINE, configuration_of, describe, hides_states_of_vanilla
-from nwor_ops.vllm.check import FEATURES, configure, look, prediction, switches_of
+from nwor_ops.vllm.check import FEATURES, InvalidEngine, configure, look, prediction, switches_of
 from nwor_ops.vllm.support.refusals import REFUSALS
 
 # The arguments of vllm serve for the engines of these tests.
@@ -239,4 +239,6 @@ def test_arguments_override_defaults_of_small_engine() -> None:
     small = configure(words, **SMALL_ENGINE)
     given = configure([*words, "--max-num-seqs", "8", "--max-model-len", "64"], **SMALL_ENGINE)
     assert (small.scheduler_config.max_num_seqs, given.scheduler_config.max_num_seqs) == (16, 8)
+    with pytest.raises(InvalidEngine, match=r"^--model must have a value$"):
+        configure(["--model"])
     assert (small.model_config.original_max_model_len, given.model_config.max_model_len) == (-1, 64)
