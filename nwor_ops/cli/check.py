@@ -34,9 +34,10 @@ def look_at(arguments: Sequence[str], settings: Mapping[str, str] | None = None)
         if str(error).startswith("nwor: "):  # a setting in --additional-config
             raise Stopped(str(error)) from None
         subject = "vLLM refuses these arguments"
-        cause = type(error.__cause__)
-        if not os.path.exists(arguments[0]) and (cause is OSError or "huggingface_hub" in cause.__module__):
-            subject = f"there is no folder {arguments[0]}, and vLLM could not load a model of this name"
+        cause, model = type(error.__cause__), arguments[0]
+        is_missing = not model.startswith("-") and not os.path.exists(model)
+        if is_missing and (cause is OSError or "huggingface_hub" in cause.__module__):
+            subject = f"there is no folder {model}, and vLLM could not load a model of this name"
         raise Stopped(f"{subject}: {error}", Exit.ENGINE) from None
     except ValueError as error:
         raise Stopped(str(error)) from None

@@ -170,12 +170,18 @@ def test_invalid_argument_prints_no_traceback(engines: Engines, argument: list[s
     assert "Traceback" not in errors
 
 
-def test_missing_model_is_named_as_json(engines: Engines) -> None:
-    code, output, errors = engines.submit(command_job, ["--json", "--", "nobody/no-model", *SPECULATION]).result()
+@pytest.mark.parametrize(
+    ("model", "subject"),
+    [
+        (["nobody/no-model"], "there is no folder nobody/no-model, and vLLM could not load a model of this name: "),
+        (["--model="], "vLLM refuses these arguments: "),
+    ],
+)
+def test_missing_model_is_named_as_json(engines: Engines, model: list[str], subject: str) -> None:
+    code, output, errors = engines.submit(command_job, ["--json", "--", *model, *SPECULATION]).result()
     found = json.loads(output)
     assert (code, found["exit_code"]) == (4, 4), errors
-    missing = "there is no folder nobody/no-model, and vLLM could not load a model of this name: "
-    assert found["error"].startswith(missing)
+    assert found["error"].startswith(subject)
     assert f"nwor-ops check: {found['error']}" in errors
     assert "Traceback" not in errors
 
