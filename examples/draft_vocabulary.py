@@ -63,6 +63,8 @@ def decode_with_drafts(model: Model, vocabulary: nwor_ops.DraftVocabulary) -> tu
 
 
 def main(device: str = "cpu") -> None:
+    if device not in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
+        sys.exit(f"draft_vocabulary.py: the device must be cpu, or cuda on a machine with a GPU, got {device}")
     model = Model(device)
     expected = decode(model)
     for rows in (VOCABULARY, ROWS):
