@@ -231,7 +231,7 @@ def summarize(
 
 
 def show(report: Report, options: DemoOptions, result: dict[str, Any]) -> dict[str, list[str]]:
-    """Print a table and a verdict for each feature. Return a sentence for each claim that does not hold."""
+    """Print a table and the result of each feature. Return a sentence for each claim that does not hold."""
     return {
         "recurrent": _show_recurrent(report, result["recurrent"]),
         "draft_graphs": _show_draft_graphs(report, result["draft_loop"]),

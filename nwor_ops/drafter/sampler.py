@@ -72,9 +72,8 @@ class DraftSampler(BoundToMemory):
         """
         rows, buffers = key.num_reqs, self.buffers
         logits = output if self.compute_logits is None else self.compute_logits(output)
-        validation.tensor(
-            "DraftSampler: logits", logits, dims=2, least=rows
-        )  # a row without logits would keep its token
+        # A row without logits would keep its token.
+        validation.tensor("DraftSampler: logits", logits, dims=2, least=rows)
         positions = buffers.positions if positions is None else positions
         sampled = self._sampled[:rows]
         ops.gumbel_sample(
