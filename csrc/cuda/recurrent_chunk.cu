@@ -17,11 +17,11 @@
 // separate. All other sums and products begin at the chunk's first row. `fold` adds the rows of a chunk to S.
 // Verify and fold call it in the same way, so both compute the same bits of a state.
 //
-// Possible improvements: a state comes to shared memory by copies of 16 bytes. Bulk copies are faster for
-// float32. In a block that folds, each thread computes the weights of the rows and reads keys of the product
-// by elements of two bytes. One transposed copy would serve all warps. With few heads and the norm, a block
-// of eight warps has the whole head.
+// The instructions of a block, not its bytes, limit a kernel of few tokens. So addresses are computed once
+// per block, and rows that begin at multiples of 16 bytes are copied without a check of each. (Bulk copies,
+// eight warps per block and more blocks per multiprocessor were slower on an H200.)
 #include <cstdint>
+#include <type_traits>
 
 #include "../common/dispatch.h"
 #include "async_copies.h"
@@ -146,8 +146,8 @@ struct Tile {
     static constexpr int kRowBytes = kWidth * sizeof(State);
     static constexpr int kBytes = kRowsOfTile * kRowBytes;
     using Element = typename RawOf<sizeof(State)>::type;
-    using Floats = float[2][kChunks][kChunk];
 
+    using Keys = typename std::conditional<kIsFloat, uint2, uint4>::type;  // a chunk's columns of a raw key
     uint4 chunks[2][kChunks];
 
     // Offsets in bytes: in memory from the first row, and in the shared memory of the warp. Each thread reads
@@ -164,10 +164,13 @@ struct Tile {
     // Starts to copy rows to shared memory. Here and below, `state` is the address of the first row.
     static __device__ void fetch(const char* state, bool is_aligned, int place) {
         if (is_aligned) {
+            const char* const from = state + offset(0, 0);
+            char* const to = shared(place, 0, 0);
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
-                for (int s = 0; s < kChunks; ++s) copy_async<16>(shared(place, r, s), state + offset(r, s));
+                for (int s = 0; s < kChunks; ++s)
+                    copy_async<16>(to + (r * kChunks + s) * kWarp * 16, from + r * kRowBytes + s * 64);
             return;
         }
 #pragma unroll 1
@@ -214,40 +217,22 @@ struct Tile {
             for (int e = 0; e < kChunk; ++e) to[e] = from[e];
         }
     }
-    // Converts to float32.
-    __device__ void widen(Floats& h) const {
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int s = 0; s < kChunks; ++s) {
-                const uint32_t words[4] = {chunks[r][s].x, chunks[r][s].y, chunks[r][s].z, chunks[r][s].w};
-#pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    if constexpr (kIsFloat) {
-                        h[r][s][w] = __uint_as_float(words[w]);
-                    } else {
-                        h[r][s][2 * w] = low_of(words[w]);
-                        h[r][s][2 * w + 1] = high_of(words[w]);
-                    }
-                }
-            }
+    // The two adjacent columns `2 * p` and `2 * p + 1` of chunk `s`, in float32. `set_pair` rounds them.
+    __device__ float2 pair(int r, int s, int p) const {
+        const uint32_t words[4] = {chunks[r][s].x, chunks[r][s].y, chunks[r][s].z, chunks[r][s].w};
+        if constexpr (kIsFloat)
+            return make_float2(__uint_as_float(words[2 * p]), __uint_as_float(words[2 * p + 1]));
+        else
+            return make_float2(low_of(words[p]), high_of(words[p]));
     }
-    // Rounds to the dtype of the state.
-    __device__ void round(const Floats& h) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int s = 0; s < kChunks; ++s) {
-                uint32_t words[4];
-#pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    if constexpr (kIsFloat)
-                        words[w] = __float_as_uint(h[r][s][w]);
-                    else
-                        words[w] = bf16_pair(h[r][s][2 * w], h[r][s][2 * w + 1]);
-                }
-                chunks[r][s] = make_uint4(words[0], words[1], words[2], words[3]);
-            }
+    __device__ void set_pair(int r, int s, int p, float low, float high) {
+        uint4& chunk = chunks[r][s];
+        if constexpr (kIsFloat) {
+            (p == 0 ? chunk.x : chunk.z) = __float_as_uint(low);
+            (p == 0 ? chunk.y : chunk.w) = __float_as_uint(high);
+        } else {
+            (p == 0 ? chunk.x : p == 1 ? chunk.y : p == 2 ? chunk.z : chunk.w) = bf16_pair(low, high);
+        }
     }
 };
 
@@ -260,17 +245,15 @@ __device__ void fold(Tile<State>* tile, const ChunkRows& rows, int first, int co
     const LaneOfTile at;
     const float *decays = rows.decays() + first, *norms = rows.norms() + first;
 
-    // Weights of the lane's four rows: decays after the row, and the factor that normalizes the key
+    // Of lane i the decays after row i, and of lane kC all decays
+    const int lane = threadIdx.x % kWarp, after = lane < kC ? lane : -1;
+    float product = 1.0f;
+#pragma unroll 4
+    for (int i = 0; i < count; ++i)
+        if (i > after) product = __fmul_rn(product, decays[i]);
+    const float total = __shfl_sync(kAllLanes, product, kC);
+    if (lane < count) product = __fmul_rn(product, norms[lane]);
     const auto row_of = [&](int k) { return 2 * at.column + k / 2 * 8 + k % 2; };
-    float total = 1.0f, weights[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-        const float decay = decays[i];
-        total = __fmul_rn(total, decay);
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            if (i > row_of(k)) weights[k] = __fmul_rn(weights[k], decay);
-    }
 
     // The left side: updates of the lane's rows of the state, in three parts
     uint32_t parts[3][4];
@@ -282,7 +265,7 @@ __device__ void fold(Tile<State>* tile, const ChunkRows& rows, int first, int co
             const int k = 2 * half + e, i = row_of(k);
             const bool has = i < count;
             const float2 u = has ? *rows.updates(first + i, value) : make_float2(0.0f, 0.0f);
-            const float weight = has ? __fmul_rn(weights[k], norms[i]) : 0.0f;
+            const float weight = __shfl_sync(kAllLanes, product, i);
             x[0][e] = __fmul_rn(u.x, weight);
             x[1][e] = __fmul_rn(u.y, weight);
         }
@@ -297,32 +280,33 @@ __device__ void fold(Tile<State>* tile, const ChunkRows& rows, int first, int co
             }
     }
 
-    // The right side: raw keys, two rows by eight columns at a time
-    const uint16_t* keys[4];
+    // The right side: raw keys, two rows by eight columns at a time. A row that is not there has updates of 0
+    const char* keys[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        keys[k] = reinterpret_cast<const uint16_t*>(rows.key(first + (row_of(k) < count ? row_of(k) : 0)));
-    const auto pair_of = [&](int k, int column) {
-        const uint32_t low = row_of(k) < count ? keys[k][column] : 0;
-        const uint32_t high = row_of(k + 1) < count ? keys[k + 1][column] : 0;
-        return low | high << 16;
-    };
-    typename T::Floats h;
-    tile->widen(h);
+        keys[k] = rows.key(first + min(row_of(k), count - 1)) + at.row / 2 * T::kChunk * 2;
+    const uint32_t column =
+        at.row % 2 == 0 ? 0x5410 : 0x7632;  // of two words, their low or their high halves
 #pragma unroll
-    for (int s = 0; s < T::kChunks; ++s)
+    for (int s = 0; s < T::kChunks; ++s) {
+        typename T::Keys four[4];
 #pragma unroll
-        for (int e = 0; e < T::kChunk; e += 2) {
-            const int column = (s * 4 + at.row / 2) * T::kChunk + e + at.row % 2;
-            const uint32_t b0 = pair_of(0, column), b1 = pair_of(2, column);
-            float sums[4] = {__fmul_rn(h[0][s][e], total), __fmul_rn(h[0][s][e + 1], total),
-                             __fmul_rn(h[1][s][e], total), __fmul_rn(h[1][s][e + 1], total)};
+        for (int k = 0; k < 4; ++k)
+            four[k] = *reinterpret_cast<const typename T::Keys*>(keys[k] + s * 4 * T::kChunk * 2);
+#pragma unroll
+        for (int p = 0; p < T::kChunk / 2; ++p) {
+            const auto word = [&](int k) { return reinterpret_cast<const uint32_t*>(&four[k])[p]; };
+            const uint32_t b0 = __byte_perm(word(0), word(1), column),
+                           b1 = __byte_perm(word(2), word(3), column);
+            const float2 one = tile->pair(0, s, p), two = tile->pair(1, s, p);
+            float sums[4] = {__fmul_rn(one.x, total), __fmul_rn(one.y, total), __fmul_rn(two.x, total),
+                             __fmul_rn(two.y, total)};
 #pragma unroll
             for (int part = 2; part >= 0; --part) multiply_bf16(sums, parts[part], b0, b1);
-            h[0][s][e] = sums[0], h[0][s][e + 1] = sums[1];
-            h[1][s][e] = sums[2], h[1][s][e + 1] = sums[3];
+            tile->set_pair(0, s, p, sums[0], sums[1]);
+            tile->set_pair(1, s, p, sums[2], sums[3]);
         }
-    tile->round(h);
+    }
 }
 
 // Multiplies the rows with the raw keys and queries of the window. Of token 4 * t + column a lane gets
@@ -377,103 +361,193 @@ __device__ void multiply(float (&y)[kTiles][4], const Tile<State>& tile, const c
 
 // ---------------------------------------------------------------- what a block has for all of its rows
 
-// Starts the copies of the rows of the record that the plan names. The warps take rows in turn.
-__device__ void copy_recorded(const RecurrentRecord& r, const ChunkPlaces& places,
-                              const RecurrentEntry& entry, const BlockPlace& block) {
+// The record of a head. Rows are counted from row `first` of the ring, and lie `*_stride` elements apart.
+struct RecordOfHead {
+    char* keys;      // raw
+    float *updates,  // of the block's rows of the state
+        *norms, *decays;
+    uint32_t keys_stride, updates_stride, norms_stride, decays_stride;
+    int first, rows;
+
+    __device__ RecordOfHead(const RecurrentRecord& r, const RecurrentEntry& entry, const BlockPlace& block)
+        : keys(r.keys + r.key_offset(entry.source, 0, block.key_head) * 2),
+          updates(r.updates + r.update_offset(entry.source, 0, block.head) + block.first_value),
+          norms(r.norms + r.norm_offset(entry.source, 0, block.key_head)),
+          decays(r.decays + r.decay_offset(entry.source, 0, block.head)),
+          keys_stride(static_cast<uint32_t>(r.num_key_heads) * kWidth),
+          updates_stride(static_cast<uint32_t>(r.num_value_heads) * kWidth),
+          norms_stride(static_cast<uint32_t>(r.num_key_heads)),
+          decays_stride(static_cast<uint32_t>(r.num_value_heads)),
+          first(entry.first),
+          rows(static_cast<int>(r.rows)) {}
+
+    __device__ uint32_t place(int row) const {
+        const int at = first + row;
+        return static_cast<uint32_t>(at < rows ? at : at - rows);
+    }
+    __device__ char* key(int row) const { return keys + uint64_t{place(row)} * (keys_stride * 2); }
+    __device__ float* update(int row) const { return updates + uint64_t{place(row)} * updates_stride; }
+    __device__ float* norm(int row) const { return norms + uint64_t{place(row)} * norms_stride; }
+    __device__ float* decay(int row) const { return decays + uint64_t{place(row)} * decays_stride; }
+};
+
+// Starts the copies of the `count` rows that the plan names. The warps take rows in turn. `is_aligned`:
+// whether all rows begin at multiples of 16 bytes.
+__device__ void copy_recorded(const RecordOfHead& record, const ChunkPlaces& places, int count,
+                              int num_values, bool is_aligned) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    for (int i = warp; i < entry.rows; i += warps) {
-        const int64_t place = r.row_of(entry.first, i);
-        copy_row(shared_at<char>(places.keys) + i * kVectorBytes,
-                 r.keys + r.key_offset(entry.source, place, block.key_head) * 2, kWidth * 2);
-        copy_row(shared_at<char>(places.updates) + i * block.num_values * 4,
-                 r.updates + r.update_offset(entry.source, place, block.head) + block.first_value,
-                 block.num_values * 4);
-        if (lane == 0) {
-            copy_async<4>(shared_at<float>(places.norms) + i,
-                          r.norms + r.norm_offset(entry.source, place, block.key_head));
-            copy_async<4>(shared_at<float>(places.decays) + i,
-                          r.decays + r.decay_offset(entry.source, place, block.head));
+    char* const keys = shared_at<char>(places.keys);
+    char* const updates = shared_at<char>(places.updates);
+#pragma unroll 1
+    for (int i = warp; i < count; i += warps) {
+        if (is_aligned) {
+            if (lane * 8 < kWidth)
+                copy_async<16>(keys + i * kVectorBytes + lane * 16, record.key(i) + lane * 16);
+            if (lane * 4 < num_values)
+                copy_async<16>(updates + (i * num_values + lane * 4) * 4, record.update(i) + lane * 4);
+        } else {
+            copy_row(keys + i * kVectorBytes, record.key(i), kWidth * 2);
+            copy_row(updates + i * num_values * 4, record.update(i), num_values * 4);
         }
+    }
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        copy_async<4>(shared_at<float>(places.norms) + i, record.norm(i));
+        copy_async<4>(shared_at<float>(places.decays) + i, record.decay(i));
     }
 }
 
-// Computes the factors that normalize the window's keys, which are recorded, and its queries.
-__device__ void find_norms(const VerifyArguments& c, const ChunkPlaces& places, const Window& w,
-                           int recorded) {
+// Starts the copies of the window's vectors. Each warp copies one kind.
+__device__ void copy_window(const VerifyArguments& c, const ChunkPlaces& places, const BlockPlace& block,
+                            int64_t first_token, int num_tokens, bool is_aligned) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    for (int i = warp; i < 2 * w.num_tokens; i += warps) {
+    const int kind = warp % 4;
+    if (kind == 3 && !c.has_norm()) return;
+    const HeadsView& view = kind == 0 ? c.k : kind == 1 ? c.q : kind == 2 ? c.v : c.gate;
+    const bool of_keys = kind < 2;
+    const int bytes = (of_keys ? kWidth : block.num_values) * 2;
+    const int place = of_keys     ? places.vectors + kind * kVectorBytes
+                      : kind == 2 ? places.values
+                                  : places.gates;
+    const int shared_stride = of_keys ? 2 * kVectorBytes : bytes;
+    const char* const from = view.data + (view.offset(first_token, of_keys ? block.key_head : block.head) +
+                                          (of_keys ? 0 : block.first_value)) *
+                                             2;
+    const int64_t stride = view.token_stride * 2;
+    if (is_aligned) {  // two tokens at a time
+        const int byte = lane % 16 * 16;
+        for (int token = warp / 4 * 2 + lane / 16; token < num_tokens; token += warps / 2)
+            if (byte < bytes)
+                copy_async<16>(shared_at<char>(place) + token * shared_stride + byte,
+                               from + token * stride + byte);
+    } else {
+        for (int token = warp / 4; token < num_tokens; token += warps / 4)
+            copy_row(shared_at<char>(place) + token * shared_stride, from + token * stride, bytes);
+    }
+}
+
+// The window of a block.
+struct ChunkWindow {
+    const VerifyArguments& call;
+    const RecordOfHead& record;
+    int recorded, num_tokens;  // rows of the record before the window
+    bool records_keys;         // the block records the keys of the window
+    bool is_aligned;
+};
+
+// Computes the factors that normalize the window's keys, which are recorded, and its queries: every
+// `warps`-th vector from number `first` on.
+__device__ void find_norms(const ChunkPlaces& places, const ChunkWindow& w, int first, int warps) {
+    const int lane = threadIdx.x % kWarp;
+    for (int i = first; i < 2 * w.num_tokens; i += warps) {
         const int token = i / 2;
-        const bool of_key = i % 2 == 0;
-        const Input* raw = reinterpret_cast<const Input*>(shared_at<char>(places.vectors) + i * kVectorBytes);
-        Input bits[4][1];
-        float x[4][1];
+        const uint2 bits =
+            *reinterpret_cast<const uint2*>(shared_at<char>(places.vectors) + i * kVectorBytes + lane * 8);
+        const float x[4] = {low_of(bits.x), high_of(bits.x), low_of(bits.y), high_of(bits.y)};
+        float factor = 1.0f;
+        if (w.call.use_qk_l2norm) {
+            float sum = __fmul_rn(x[0], x[0]);
 #pragma unroll
-        for (int s = 0; s < 4; ++s) {
-            bits[s][0] = raw[s * kWarp + lane];
-            x[s][0] = to_float(bits[s][0]);
+            for (int e = 1; e < 4; ++e) sum = __fmaf_rn(x[e], x[e], sum);
+            factor = rsqrt_approx(__fadd_rn(sum_of_warp(sum), 1e-6f));
         }
-        const float factor = c.use_qk_l2norm ? norm_factor(x) : 1.0f;
-        if (of_key && w.block.leads_key_head) record_key<kWidth>(w, token, bits, factor);
-        if (lane != 0) continue;
-        if (of_key)
-            shared_at<float>(places.norms)[recorded + token] = factor;
-        else
-            shared_at<float>(places.query_norms)[token] = __fmul_rn(factor, c.scale);
+        if (i % 2 == 1) {
+            if (lane == 0) shared_at<float>(places.query_norms)[token] = __fmul_rn(factor, w.call.scale);
+            continue;
+        }
+        if (lane == 0) shared_at<float>(places.norms)[w.recorded + token] = factor;
+        if (!w.records_keys) continue;
+        char* const key = w.record.key(w.recorded + token) + lane * 8;
+        if (w.is_aligned) {
+            *reinterpret_cast<uint2*>(key) = bits;
+        } else {
+            uint16_t* const elements = reinterpret_cast<uint16_t*>(key);
+            elements[0] = static_cast<uint16_t>(bits.x), elements[1] = static_cast<uint16_t>(bits.x >> 16);
+            elements[2] = static_cast<uint16_t>(bits.y), elements[3] = static_cast<uint16_t>(bits.y >> 16);
+        }
+        if (lane == 0) *w.record.norm(w.recorded + token) = factor;
     }
 }
 
 // Computes the coefficients of the rows after the base, for each token of the window, and the factors of the
-// state. `folded` rows are before the base. A token of the next chunk reads no row of this one.
+// state. `folded` rows are before the base. A token of the next chunk reads no row of this one. Some warps
+// multiply while the others find the norms.
 template <int kTokens>
-__device__ void find_coefficients(const ChunkPlaces& places, const ChunkRows& rows, int folded,
-                                  int num_tokens) {
+__device__ void find_coefficients(const ChunkPlaces& places, const ChunkRows& rows, const ChunkWindow& window,
+                                  int folded) {
     constexpr int kTiles = kTokens / 4;
     const LaneOfTile at;
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const int before = rows.recorded - folded, count = before + num_tokens;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    const int num_tokens = window.num_tokens, before = rows.recorded - folded, count = before + num_tokens;
+    const int multiplying = (count + kRowsOfTile - 1) / kRowsOfTile;  // warps
     const float *decays = rows.decays() + folded, *norms = rows.norms() + folded;
     const float* query_norms = shared_at<float>(places.query_norms);
-    if (warp == 3 && lane < num_tokens) {
-        float total = 1.0f;
+    const bool has_total = warp == warps - 1 && lane < num_tokens;
+    float total = 1.0f;
+    if (has_total)
+#pragma unroll 4
         for (int i = (before + lane) / kC * kC; i <= before + lane; ++i) total = __fmul_rn(total, decays[i]);
-        shared_at<float2>(places.totals)[lane] =
-            make_float2(__fmul_rn(total, norms[before + lane]), __fmul_rn(total, query_norms[lane]));
-    }
-    if (warp * kRowsOfTile >= count) return;
+    if (warp >= multiplying) find_norms(places, window, warp - multiplying, warps - multiplying);
 
     // Products of 16 keys with the keys and queries of the window
     const int row[2] = {warp * kRowsOfTile + at.row, warp * kRowsOfTile + at.row + 8};
     const char* const keys[2] = {rows.key(folded + min(row[0], count - 1)),
                                  rows.key(folded + min(row[1], count - 1))};
     float dots[kTiles][4] = {};
+    if (warp < multiplying)
 #pragma unroll
-    for (int s = 0; s < 4; ++s) {
-        const int offset = s * 64 + at.column * 16;
-        const uint4 x = *reinterpret_cast<const uint4*>(keys[0] + offset),
-                    y = *reinterpret_cast<const uint4*>(keys[1] + offset);
-        const uint32_t first[4] = {x.x, y.x, x.y, y.y}, second[4] = {x.z, y.z, x.w, y.w};
+        for (int s = 0; s < 4; ++s) {
+            const int offset = s * 64 + at.column * 16;
+            const uint4 x = *reinterpret_cast<const uint4*>(keys[0] + offset),
+                        y = *reinterpret_cast<const uint4*>(keys[1] + offset);
+            const uint32_t first[4] = {x.x, y.x, x.y, y.y}, second[4] = {x.z, y.z, x.w, y.w};
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-            const uint4 z = *reinterpret_cast<const uint4*>(shared_at<char>(places.vectors) +
-                                                            (t * 8 + at.row) * kVectorBytes + offset);
-            multiply_bf16(dots[t], first, z.x, z.y);
-            multiply_bf16(dots[t], second, z.z, z.w);
+            for (int t = 0; t < kTiles; ++t) {
+                const uint4 z = *reinterpret_cast<const uint4*>(shared_at<char>(places.vectors) +
+                                                                (t * 8 + at.row) * kVectorBytes + offset);
+                multiply_bf16(dots[t], first, z.x, z.y);
+                multiply_bf16(dots[t], second, z.z, z.w);
+            }
         }
-    }
 
     // How the rows decay until the token
     float decay[kTiles][2];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) decay[t][0] = decay[t][1] = 1.0f;
-#pragma unroll 1
-    for (int i = warp * kRowsOfTile + 1; i < count; ++i) {
-        const float d = decays[i];
+    if (warp < multiplying)
+#pragma unroll 4
+        for (int i = warp * kRowsOfTile + 1; i < count; ++i) {
+            const float d = decays[i];
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t)
+            for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-                if (i > row[r] && i <= before + t * 4 + at.column) decay[t][r] = __fmul_rn(decay[t][r], d);
-    }
+                for (int r = 0; r < 2; ++r)
+                    if (i > row[r] && i <= before + t * 4 + at.column)
+                        decay[t][r] = __fmul_rn(decay[t][r], d);
+        }
+    __syncthreads();
+    if (has_total)
+        shared_at<float2>(places.totals)[lane] =
+            make_float2(__fmul_rn(total, norms[before + lane]), __fmul_rn(total, query_norms[lane]));
     float2* const coefficients = shared_at<float2>(places.coefficients);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
@@ -494,7 +568,8 @@ struct ChunkJob {
     VerifyArguments call;
     ChunkPlaces shared;
     BlockPlaces blocks;
-    bool is_aligned;  // whether the states of slots and of `all_states` are aligned
+    bool is_aligned;           // whether the states of slots and of `all_states` are aligned
+    bool has_aligned_vectors;  // whether all vectors of the window, of the record and of the output are
     const char* report_as;
 };
 
@@ -502,8 +577,11 @@ struct ChunkJob {
 // runs all tokens of one request on some rows of one head's state. A warp takes 16 rows at a time.
 // `kTokens`: 4 or 8, at least the tokens of a window. `kStoresAll`: whether there is `all_states`. Then a
 // state is folded for each token, which is slow.
+// Its registers: with 80 a bfloat16 state leaves room for more blocks, a float32 state would spill.
 template <class State, int kTokens, bool kStoresAll>
-__global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
+__global__ void __launch_bounds__(kThreads, kStoresAll              ? 1
+                                            : Tile<State>::kIsFloat ? 2
+                                                                    : 3)
     chunk_verify_kernel(const __grid_constant__ ChunkJob job) {
     using T = Tile<State>;
     constexpr int kTiles = kTokens / 4;
@@ -536,22 +614,10 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
     const int64_t token_of_gates = first_token + (has_gates ? lane : 0);
     const LoadedFloat a(c.a, token_of_gates, block.head), b(c.b, token_of_gates, block.head),
         log_rate(c.A_log, block.head), bias(c.dt_bias, block.head);
-    const Window window{block,       r,          entry.source, r.first_of_window(entry),
-                        first_token, num_tokens, c.has_norm()};
-    for (int copy = warp; copy < 4 * num_tokens; copy += warps) {
-        const int kind = copy % 4, token = copy / 4;
-        if (kind == 3 && !window.has_norm) continue;
-        const HeadsView& from = kind == 0 ? c.k : kind == 1 ? c.q : kind == 2 ? c.v : c.gate;
-        const bool of_keys = kind < 2;
-        const int bytes = (of_keys ? kWidth : block.num_values) * 2;
-        char* to = of_keys
-                       ? shared_at<char>(job.shared.vectors) + (2 * token + kind) * kVectorBytes
-                       : shared_at<char>(kind == 2 ? job.shared.values : job.shared.gates) + token * bytes;
-        const int64_t place = from.offset(first_token + token, of_keys ? block.key_head : block.head) +
-                              (of_keys ? 0 : block.first_value);
-        copy_row(to, from.data + place * 2, bytes);
-    }
-    copy_recorded(r, job.shared, entry, block);
+    const RecordOfHead record(r, entry, block);
+    const bool has_aligned_vectors = job.has_aligned_vectors;
+    copy_window(c, job.shared, block, first_token, num_tokens, has_aligned_vectors);
+    copy_recorded(record, job.shared, entry.rows, block.num_values, has_aligned_vectors);
     close_group_of_copies();
     char* const state =
         c.states.data + c.states.row_offset(entry.source, block.head, block.first_value) * sizeof(State);
@@ -561,24 +627,23 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
 
     // ---- Decays, betas, norms and coefficients
 
-    if (window.has_norm)
+    if (c.has_norm())
         for (int i = threadIdx.x; i < block.num_values; i += blockDim.x)
             shared_at<float>(job.shared.weights)[i] = LoadedFloat(c.norm_weight, i).value();
     if (has_gates) {
         shared_at<float>(job.shared.betas)[lane] = beta_of(c, b.value());
         const float decay = decay_of(c, a.value(), bias.value(), log_rate.value());
         shared_at<float>(job.shared.decays)[entry.rows + lane] = decay;
-        if (block.leads_head)
-            r.decays[r.decay_offset(window.slot, r.row_of(window.first, lane), block.head)] = decay;
+        if (block.leads_head) *record.decay(entry.rows + lane) = decay;
     }
     wait_for_copies<1>();  // all except the state
-    __syncthreads();
-    find_norms(c, job.shared, window, entry.rows);
     __syncthreads();
     const ChunkRows rows{job.shared, entry.rows, block.num_values};
     const bool stores = entry.stores();
     const int folded = stores ? kC : 0, before = entry.rows - folded;
-    find_coefficients<kTokens>(job.shared, rows, folded, num_tokens);
+    find_coefficients<kTokens>(
+        job.shared, rows,
+        ChunkWindow{c, record, entry.rows, num_tokens, block.leads_key_head, has_aligned_vectors}, folded);
     __syncthreads();
 
     // ---- The state, some rows at a time
@@ -586,6 +651,8 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
     const LaneOfTile at;
     const float2* const coefficients = shared_at<float2>(job.shared.coefficients);
     const float* const betas = shared_at<float>(job.shared.betas);
+    Input* const out =
+        reinterpret_cast<Input*>(c.out.data) + c.out.offset(first_token, block.head) + block.first_value;
     // Chunks that the window's tokens are in. A window that stores has one: R + W is at most 32.
     const int parts = before + num_tokens > kC ? 2 : 1;
     static_assert(kMostRecordRows <= 2 * kC);
@@ -671,16 +738,19 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
             for (int t = 0; t < kTiles; ++t) {
                 const int token = t * 4 + at.column;
                 if (token < begin || token >= end) continue;
-                float* updates = r.updates + block.first_value + value +
-                                 r.update_offset(window.slot, r.update_row(window.first, token), block.head);
-                updates[0] = v[t][0], updates[1] = v[t][1];
                 *rows.updates(entry.rows + token, value) = make_float2(v[t][0], v[t][1]);
-                Input* to = window.has_norm
-                                ? shared_at<Input>(job.shared.outputs) + token * block.num_values
-                                : reinterpret_cast<Input*>(c.out.data) +
-                                      c.out.offset(first_token + token, block.head) + block.first_value;
-                set(to + value, asked[t][0]);
-                set(to + value + 1, asked[t][1]);
+                float* const updates = record.update(entry.rows + token) + value;
+                Input* const to =
+                    c.has_norm() ? shared_at<Input>(job.shared.outputs) + token * block.num_values + value
+                                 : out + token * c.out.token_stride + value;
+                if (has_aligned_vectors) {
+                    *reinterpret_cast<float2*>(updates) = make_float2(v[t][0], v[t][1]);
+                    *reinterpret_cast<uint32_t*>(to) = bf16_pair(asked[t][0], asked[t][1]);
+                } else {
+                    updates[0] = v[t][0], updates[1] = v[t][1];
+                    set(to, asked[t][0]);
+                    set(to + 1, asked[t][1]);
+                }
             }
             __syncwarp();  // for folds, which read the updates of the window
             if constexpr (kStoresAll) {
@@ -705,9 +775,23 @@ __global__ void __launch_bounds__(kThreads, kStoresAll ? 1 : 2)
 
     // ---- Norm and gate of the outputs
 
-    if (!window.has_norm) return;
+    if (!c.has_norm()) return;
     __syncthreads();
-    norm_outputs<Input>(job, window);
+    norm_outputs<Input>(job, Window{block, r, entry.source, 0, first_token, num_tokens, true});
+}
+
+// Whether the window's vectors, the rows of the record and the output begin at multiples of 16 bytes.
+bool has_aligned_vectors(const VerifyArguments& c) {
+    const auto is_aligned = [](const void* data, int64_t bytes) {
+        return reinterpret_cast<uintptr_t>(data) % 16 == 0 && bytes % 16 == 0;
+    };
+    const auto has_aligned_rows = [&](const HeadsView& v) {
+        return is_aligned(v.data, v.token_stride * 2) && is_aligned(v.data, v.head_stride * 2);
+    };
+    const RecurrentRecord& r = c.record;
+    return has_aligned_rows(c.q) && has_aligned_rows(c.k) && has_aligned_rows(c.v) &&
+           has_aligned_rows(c.out) && (!c.has_norm() || has_aligned_rows(c.gate)) &&
+           is_aligned(r.keys, r.keys_stride * 2) && is_aligned(r.updates, r.updates_stride * 4);
 }
 
 template <class State>
@@ -725,6 +809,7 @@ void start_verify(const VerifyArguments& c, const Launch& launch) {
         BlockPlaces(c.record, values),
         is_aligned(c.states, c.states.data, c.states.slot_stride) &&
             is_aligned(c.states, c.all_states, c.all_states_stride),
+        has_aligned_vectors(c),
         report_as(c.op)};
     const auto kernel = c.all_states != nullptr ? chunk_verify_kernel<State, 8, true>
                         : is_short              ? chunk_verify_kernel<State, 4, false>
@@ -750,7 +835,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (!find_task(job, &task)) return;
     const RecurrentEntry& entry = task.entry;
     const BlockPlace& block = task.block;
-    copy_recorded(task.record, job.shared, entry, block);
+    task.record.is_ring = true;  // a constant
+    copy_recorded(RecordOfHead(task.record, entry, block), job.shared, entry.rows, block.num_values, false);
     const int first = threadIdx.x / kWarp * kRowsOfTile;
     const auto state_of = [&](int32_t slot) {
         return task.layer->states +
