@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -75,7 +74,6 @@ class DraftLoop(BoundToMemory):
     Attributes:
         counts: number of runs by pass and mode: ``counts["decode", "loop"]``, ``counts["first_pass", "eager"]``, ... A
             run counts once, however many steps it has.
-        host_seconds: time that the host spent in runs of mode "loop": to pad the rows and launch the graph.
 
     Example:
         A model that counts: each token is the previous one plus 1. The first pass has written draft 0, here 5.
@@ -122,7 +120,7 @@ class DraftLoop(BoundToMemory):
         self.model_fn, self.sample_fn, self.first_pass = model_fn, sample_fn, first_pass
         self.buffers, self.metadata = buffers, metadata
         self.num_drafts, self.max_len, self.debug = num_drafts, max_len, debug
-        self.counts, self.host_seconds = Counter(), 0.0
+        self.counts = Counter()
         self._pool = pool
         self._own_pool: Any = None
         # By mode, query length and number of drafts: the graphs by request count, smallest first.
@@ -335,7 +333,6 @@ class DraftLoop(BoundToMemory):
         inert_tails: bool,
     ) -> None:
         """Run the first pass, or steps 1 to ``num_drafts`` - 1 if ``query_len`` is 1."""
-        started = time.perf_counter()
         chosen, key = self._choose(num_reqs, query_len, mode, key, num_drafts)
         recording = self._recording(chosen, key, replay, num_drafts)
         self._check_requests(num_reqs)
@@ -353,7 +350,6 @@ class DraftLoop(BoundToMemory):
                 self._all_steps(key, self.metadata.build(key, num_reqs, steps.start), steps)
             else:
                 recording.graph.replay()
-            self.host_seconds += time.perf_counter() - started
             return
         for step in steps:
             self._begin_step(key, step)

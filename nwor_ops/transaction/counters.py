@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -88,11 +87,8 @@ class EngineStats:
         errors: errors of this package after which an engine went on, by reason. Any value above 0 is a fault.
         draft_graph_replays: passes of a draft model that were one graph launch. A pass is its first pass or its decode
             loop.
-        draft_eager_passes: passes that ran vLLM's own code in an engine with draft graphs. Dummy runs are not counted.
-        draft_eager_reasons: the same, by reason.
-        host_seconds: time that the host spent to begin and commit the windows. With an audit, its time is included.
-        draft_host_seconds: time that the host spent in ``draft_graph_replays``.
-        recurrent_host_seconds: time that the host spent to plan windows and to fold states before prompts.
+        draft_eager_reasons: passes that ran vLLM's own code in an engine with draft graphs, by reason. Dummy runs are
+            not counted.
         recurrent_steps: steps with windows and one recurrent state per request.
         recurrent_skipped_requests: requests that such a step skipped, because their accepted count was invalid. Their
             outputs are zeros. Each request counts once per step and KV-cache group. Any value above 0 is a fault.
@@ -113,20 +109,13 @@ class EngineStats:
     cancelled: int = 0
     abandoned: int = 0
     draft_graph_replays: int = 0
-    draft_eager_passes: int = 0
     recurrent_steps: int = 0
     recurrent_skipped_requests: int = 0
     draft_vocabulary_tokens: int = 0
     draft_vocabulary_missed: int = 0
-    host_seconds: float = 0.0
-    draft_host_seconds: float = 0.0
-    recurrent_host_seconds: float = 0.0
     vanilla_steps: dict[str, int] = field(default_factory=dict)
     draft_eager_reasons: dict[str, int] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 _source: Callable[[], EngineStats] = EngineStats

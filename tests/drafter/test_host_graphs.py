@@ -58,11 +58,9 @@ def test_captured_drafts_are_those_of_eager_code(mode):
     expected = play(drafter(), "eager", ROUNDS, 0.0)
     captured = drafter()
     captured.capture([ROWS], (mode,))
-    assert captured.loop.host_seconds == 0
     with captured.loop.launches:
         assert play(captured, mode, ROUNDS, 0.0) == expected
     assert captured.loop.launches.graphs == ROUNDS * (2 if mode == "loop" else NUM_DRAFTS)
-    assert (captured.loop.host_seconds > 0) == (mode == "loop")
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])

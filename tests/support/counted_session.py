@@ -30,17 +30,17 @@ class CountedSession:
 
     def __init__(self, device: str = "cpu") -> None:
         self.counters = torch.zeros(len(NAMES), dtype=torch.int64, device=device)
-        self.host_seconds = 0.0
+        self.steps = 0
         assert set(NAMES) < set(COUNTERS)
 
     def step(self, accepted: int = 1, rejected: int = 2) -> None:
         """Count one step. Does not synchronize with the device."""
         for place, count in enumerate((1, accepted + rejected, accepted, rejected)):
             self.counters[place].add_(count)
-        self.host_seconds += 0.5
+        self.steps += 1
 
     def counts(self, *values: int) -> dict[str, float]:
-        return dict(zip(NAMES, values, strict=True)) | {"host_seconds": self.host_seconds}
+        return dict(zip(NAMES, values, strict=True)) | {"recurrent_steps": self.steps}
 
     def publisher(self, engine: int = 0) -> Publisher:
         """Return a publisher of these counters."""

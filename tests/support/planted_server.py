@@ -11,9 +11,8 @@ from typing import Any
 
 VARIABLE = "PLANTED_FILE"  # the path of the file
 REASON = "planted"
-GROWING = ("draft_graph_replays", "draft_host_seconds", "draft_vocabulary_tokens", "draft_vocabulary_missed",
-           "recurrent_steps", "recurrent_host_seconds", f"vanilla_steps:{REASON}", f"draft_eager_reasons:{REASON}",
-           f"errors:{REASON}")  # fmt: skip
+GROWING = ("draft_graph_replays", "draft_vocabulary_tokens", "draft_vocabulary_missed", "recurrent_steps",
+           f"vanilla_steps:{REASON}", f"draft_eager_reasons:{REASON}", f"errors:{REASON}")  # fmt: skip
 
 
 def install(folder: pathlib.Path, module: str = "planted_server") -> None:

@@ -219,7 +219,7 @@ def several_processes_job(requests: list[list[int]], environment: dict[str, str]
         result = {
             "sessions": [session for worker in llm.collective_rpc(describe_worker) for session in worker["sessions"]],
             "own_sessions": nwor_ops.vllm.sessions(),
-            "stats": nwor_ops.stats().as_dict(),
+            "stats": vars(nwor_ops.stats()),
             "metrics": metrics_of(llm),
         }
         llm.llm_engine.engine_core.shutdown()

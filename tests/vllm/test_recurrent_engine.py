@@ -220,14 +220,13 @@ def test_the_capture_of_a_graph_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
 
     def build(builder: Any, common: Any) -> str:
         builder.steps += 1
-        builder.host_seconds += 1.0
         return "metadata"
 
     monkeypatch.setattr(metadata.GDNAttentionMetadataBuilder, "build_for_cudagraph_capture", build)
     builder: Any = metadata.RecurrentMetadataBuilder.__new__(metadata.RecurrentMetadataBuilder)
-    builder.steps, builder.host_seconds = 3, 0.5
+    builder.steps = 3
     assert builder.build_for_cudagraph_capture(None) == "metadata"
-    assert (builder.steps, builder.host_seconds) == (3, 0.5)
+    assert builder.steps == 3
 
 
 # ---------------------------------------------------------------- layout of a page
@@ -511,7 +510,7 @@ def test_sizes_of_the_table_are_those_of_pages(monkeypatch: pytest.MonkeyPatch) 
 def test_start_up_line(packed: bool) -> None:
     """`packed`: a block holds pages of several layers, as in GLM-5.3-Flash, and a group has a spec for each layer."""
     attention = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    builders = [SimpleNamespace(group=SimpleNamespace(layers={"a": 0, "b": 0}), steps=7, host_seconds=0.25)] * 2
+    builders = [SimpleNamespace(group=SimpleNamespace(layers={"a": 0, "b": 0}), steps=7)] * 2
     skipped = SkippedRequests(torch.device("cpu"))
     skipped.counter += 2
 
@@ -534,7 +533,7 @@ def test_start_up_line(packed: bool) -> None:
     exact, chunk = engine_of(GEOMETRY), engine_of(CHUNK)
     assert exact.record_bytes == 106 * GEOMETRY.num_bytes
     assert exact.counts(*exact.counter.tolist()) == {
-        "recurrent_steps": 7, "recurrent_host_seconds": 0.5, "recurrent_skipped_requests": 2,
+        "recurrent_steps": 7, "recurrent_skipped_requests": 2,
     }  # fmt: skip
     assert (exact.form, chunk.form) == ("exact", "chunk")
     # A state in each of two groups and two blocks of attention; vLLM has 3 more of each state.

@@ -115,7 +115,7 @@ def test_serve_labels_are_those_of_vllm(server: Server) -> None:
     samples = server.scrape()
     labels = set(samples["vllm:spec_decode_num_draft_tokens_total"])
     assert labels == {(("engine", "0"), ("model_name", "tiny"))}
-    for name in ("windows", "drafted", "accepted", "rejected", "cancelled", "abandoned", "host_seconds"):
+    for name in ("windows", "drafted", "accepted", "rejected", "cancelled", "abandoned"):
         assert set(samples[f"{METRICS[name][0]}_total"]) == labels
 
 
@@ -131,15 +131,6 @@ def test_serve_reports_active_features(server: Server) -> None:
     [(labels, size)] = samples["nwor_memory_bytes"].items()
     assert dict(labels)["part"] == "undo_log"
     assert f"log {size / 2**20:.1f} MiB" in server.log
-
-
-def test_host_time_is_counted(server: Server) -> None:
-    before, started = server.metrics_at_rest(), time.monotonic()
-    server.complete(prompts(1)[0])
-    elapsed, after = time.monotonic() - started, server.metrics_at_rest()
-    steps, seconds = (after[name] - before[name] for name in ("nwor_windows_total", "nwor_host_seconds_total"))
-    assert steps > 0
-    assert 0 < seconds < elapsed
 
 
 def test_hang_ups_are_counted(server: Server) -> None:

@@ -341,12 +341,10 @@ def test_a_listener_gets_the_outcome_of_a_step(works: bool) -> None:
     """A call of `num_sampled` synchronizes with the device, so listeners get the function."""
     step = Listened()
     num_sampled = lambda: [1]  # noqa: E731 - compared by identity
-    begun = step.session.host_seconds
     step.session.commit(
         lambda manager: manager.commit_rejected(torch.tensor([2], dtype=torch.int32)) if works else fails(), num_sampled
     )
     assert step.noting.commits == [(num_sampled, works)]
-    assert step.session.host_seconds > begun > 0
 
 
 def test_a_session_without_a_transaction() -> None:

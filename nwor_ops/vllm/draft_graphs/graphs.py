@@ -324,7 +324,6 @@ class GraphedDrafter(abc.ABC):
         passes = Counter() if self.graphs is None else self.graphs.loop.counts
         return {
             "draft_graph_replays": sum(count for (_, mode), count in passes.items() if mode == "loop"),
-            "draft_host_seconds": 0.0 if self.graphs is None else self.graphs.loop.host_seconds,
             **by_reason("draft_eager_reasons", {why: n for why, n in self._eager.items() if why not in NO_REQUESTS}),
             **by_reason("errors", self.errors.counts),
         }

@@ -10,22 +10,16 @@ METRICS = {
     "rejected": ("nwor_rejected_tokens", "Number of draft tokens rejected or cancelled: undone, or never written."),
     "cancelled": ("nwor_cancelled_windows", "Number of windows whose drafts were all undone because the step failed."),
     "abandoned": ("nwor_abandoned_windows", "Number of windows that ended without an undo, leaving rows of drafts."),
-    "host_seconds": ("nwor_host_seconds", "Seconds of host time to begin and commit the windows."),
     "vanilla_steps": (
         "nwor_vanilla_steps",
         "Number of steps with drafts that ran without the transaction, by reason.",
     ),
     "draft_graph_replays": ("nwor_draft_graph_replays", "Number of draft model passes that ran as one graph launch."),
-    "draft_host_seconds": ("nwor_draft_host_seconds", "Seconds of host time of these passes, to launch their graphs."),
     "draft_eager_reasons": (
         "nwor_draft_eager_passes",
         "Number of draft model passes that ran without a graph, with draft graphs on, by reason.",
     ),
     "recurrent_steps": ("nwor_recurrent_steps", "Number of steps with decodes and one recurrent state per request."),
-    "recurrent_host_seconds": (
-        "nwor_recurrent_host_seconds",
-        "Seconds of host time to plan windows and to fold states before prompts.",
-    ),
     "recurrent_skipped_requests": (
         "nwor_recurrent_skipped_requests",
         "Number of requests skipped because their counts are invalid, per KV-cache group. Should be 0.",

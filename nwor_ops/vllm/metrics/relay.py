@@ -126,4 +126,4 @@ def totals() -> EngineStats:
             counts[name][reason] = count
         else:
             counts[name] = count
-    return EngineStats(len(engines), **counts, draft_eager_passes=sum(counts["draft_eager_reasons"].values()))
+    return EngineStats(len(engines), **counts)

@@ -14,7 +14,6 @@ in all layers of the group with one launch.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +103,6 @@ class RecurrentMetadataBuilder(GDNAttentionMetadataBuilder):
         self._metadata: RecurrentMetadata | None = None  # of the last batch
         self._has_planned = False
         self.steps = 0  # steps with windows, without warm-up and captures of graphs
-        self.host_seconds = 0.0  # time of the host to plan and fold, also without these
         self._group: GroupLayers | None = None
 
     def bind(self, group: GroupLayers) -> None:
@@ -180,9 +178,9 @@ class RecurrentMetadataBuilder(GDNAttentionMetadataBuilder):
         return self._planned(updated, slots)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        steps, host_seconds = self.steps, self.host_seconds
+        steps = self.steps
         made = super().build_for_cudagraph_capture(common_attn_metadata)
-        self.steps, self.host_seconds = steps, host_seconds
+        self.steps = steps
         return made
 
     def _slots(self, block_table: Tensor) -> Tensor:
@@ -227,12 +225,6 @@ class RecurrentMetadataBuilder(GDNAttentionMetadataBuilder):
 
         In a batch with only windows, the state indices may be those of another group. ``slots``: block of each request.
         """
-        started = time.perf_counter()
-        planned = self._plan_batch(metadata, slots)
-        self.host_seconds += time.perf_counter() - started
-        return planned
-
-    def _plan_batch(self, metadata: RecurrentMetadata, slots: Tensor) -> RecurrentMetadata:
         self._batch_slots, self._metadata = slots, metadata
         self._has_planned = False  # drop an earlier batch that no listener took: a graph's capture, a warm-up
         if not metadata.is_windows_only:

@@ -119,7 +119,6 @@ class RecurrentEngine:
         """Return the totals for the metrics. ``skipped``: the value of :attr:`counter`."""
         return {
             "recurrent_steps": self.builders[0].steps,  # every group plans every step
-            "recurrent_host_seconds": sum(builder.host_seconds for builder in self.builders),
             "recurrent_skipped_requests": skipped,
         }
 

@@ -13,7 +13,6 @@ go on if the window could not be closed: slots and block tables may then name sh
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -89,7 +88,6 @@ class Session:
         self.layout = Layout(slot_mappings)
         self.max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
         self.vanilla_steps: Counter[str] = Counter()
-        self.host_seconds = 0.0  # of begin and commit, since vLLM's warm-up
         self.errors = Errors.by_setting(config, logger, "without the transaction in this step")
         self._set_listeners(())
         self.patches = Patches(TRANSACTION)
@@ -150,40 +148,36 @@ class Session:
 
         Call it after the runner prepared its inputs and before the forward.
         """
-        started = time.perf_counter()
         try:
-            try:
-                step = describe(*inputs)
-            except Exception as error:
-                self.close_interrupted()
-                self.go_on_without("begin", error)
-                return
-            self._notify_begin(step)
-            manager, drafts = self.manager, step.window.num_draft_tokens
-            if manager is None:
-                return
-            if drafts is not None and drafts > manager.max_draft_tokens:
-                # Not an error, with any setting: the step is a vanilla step.
-                self.skip()
-                self._count(
-                    _TOO_MANY,
-                    f"{drafts} drafts, {manager.max_draft_tokens} rows; this step runs without the transaction",
-                )
-                return
-            self.begun += 1
-            try:
-                if step.new_states:
-                    manager.forget_shadow_pages(step.new_states)
-                self._pages_stay = self.shadow_blocks is not None
-                manager.begin(step.window)
-            except Exception as error:
-                self.go_on_without("begin", error)
-                return
-            self._step = step
-            for listener in self._listeners_of["opened"]:
-                listener.opened(self.layout.slot_mappings)
-        finally:
-            self.host_seconds += time.perf_counter() - started
+            step = describe(*inputs)
+        except Exception as error:
+            self.close_interrupted()
+            self.go_on_without("begin", error)
+            return
+        self._notify_begin(step)
+        manager, drafts = self.manager, step.window.num_draft_tokens
+        if manager is None:
+            return
+        if drafts is not None and drafts > manager.max_draft_tokens:
+            # Not an error, with any setting: the step is a vanilla step.
+            self.skip()
+            self._count(
+                _TOO_MANY,
+                f"{drafts} drafts, {manager.max_draft_tokens} rows; this step runs without the transaction",
+            )
+            return
+        self.begun += 1
+        try:
+            if step.new_states:
+                manager.forget_shadow_pages(step.new_states)
+            self._pages_stay = self.shadow_blocks is not None
+            manager.begin(step.window)
+        except Exception as error:
+            self.go_on_without("begin", error)
+            return
+        self._step = step
+        for listener in self._listeners_of["opened"]:
+            listener.opened(self.layout.slot_mappings)
 
     def skip(self) -> None:
         """Run a step without a window; call it in place of :meth:`begin`.
@@ -273,20 +267,16 @@ class Session:
             num_sampled: returns the number of tokens sampled for each request, on the host. Synchronizes; called only
                 if a listener needs it.
         """
-        started = time.perf_counter()
-        try:
-            step, self._step = self._step, None
-            committed = False
-            if step is not None:
-                assert self.manager is not None
-                try:
-                    close(self.manager)
-                    committed = True
-                except Exception as error:
-                    self.go_on_without("commit", error)
-            self._notify_end(num_sampled, committed)
-        finally:
-            self.host_seconds += time.perf_counter() - started
+        step, self._step = self._step, None
+        committed = False
+        if step is not None:
+            assert self.manager is not None
+            try:
+                close(self.manager)
+                committed = True
+            except Exception as error:
+                self.go_on_without("commit", error)
+        self._notify_end(num_sampled, committed)
 
     def _notify_begin(self, step: Step) -> None:
         """Notify the listeners that a step began."""
@@ -350,7 +340,6 @@ class Session:
         del steps[_CANCELLED]  # it has its own metric
         return {
             **counts,
-            "host_seconds": self.host_seconds,
             **by_reason("vanilla_steps", steps),
             **by_reason("errors", self.errors.counts),
         }
