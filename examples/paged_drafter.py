@@ -73,8 +73,7 @@ class PagedMetadataAdapter(DraftMetadata):
         buffers.register(block_tables=block_tables, unwritten=unwritten)
 
     def build(self, key: GraphKey, num_reqs: int, step: int, capturing: bool = False) -> PagedMetadata:
-        # Nothing here needs the host, so a build creates views of the persistent memory and then updates them. A back
-        # end that plans on the host does so here, and returns the reason in `why_not_in_place`.
+        # Nothing here needs the host, so a build creates views of the persistent memory and then updates them.
         tokens = key.num_tokens
         metadata = PagedMetadata(
             self.buffers.positions[:tokens],

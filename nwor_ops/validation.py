@@ -89,15 +89,6 @@ def tensor(
         raise ValueError(f"{what} must have {words}, the first of at least {least}, got {list(value.shape)}")
 
 
-def distinct_elements(what: str, value: Tensor) -> None:
-    """Raise ValueError if two indices of a tensor can name the same element, as in an expanded tensor."""
-    extent = 0
-    for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True)):
-        if size > 1 and stride <= extent and value.numel() > 0:
-            raise ValueError(f"{what} must not name an element twice, got strides {list(value.stride())}")
-        extent += (size - 1) * stride
-
-
 def device(what: str, value: Any) -> torch.device:
     """Return a device, given as a device or by name; ``"cuda"`` is the current one.
 

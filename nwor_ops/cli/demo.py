@@ -197,7 +197,7 @@ def draft_loop(num_drafts: int) -> dict[str, Any]:
 
         drafter.propose, drafter.loop.debug = counted, False  # the checks of debug mode are launches too
         if mode != "eager":
-            drafter.capture([rows], (mode,))
+            drafter.capture([rows])
         drafts: list[list[int]] = drafting.play(drafter, mode, DRAFT_ROUNDS, temperature=0.0)
         [(kernels, graphs)] = rounds  # every round launches the same
         return drafts, {"kernels": kernels, "graphs": graphs}

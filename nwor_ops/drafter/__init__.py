@@ -1,4 +1,4 @@
-"""Draft loop: one step body that runs eagerly, as one graph per step, or as one graph for all steps.
+"""Draft loop: one step body that runs eagerly, or as one graph for all steps.
 
 :class:`DraftLoop` is the loop, and :class:`DraftBuffers` holds the tensors that its steps read and write. A
 :class:`DraftMetadata` builds the attention metadata of your back end. A :class:`FirstPass` is the pass before the loop.
@@ -6,14 +6,12 @@
 run. Only torch is needed.
 """
 
-from nwor_ops.drafter.buffers import DraftBuffers
-from nwor_ops.drafter.graphs import Dispatch, GraphKey
+from nwor_ops.drafter.buffers import DraftBuffers, GraphKey
 from nwor_ops.drafter.loop import DraftLoop
 from nwor_ops.drafter.metadata import DraftMetadata, FirstPass
 from nwor_ops.drafter.sampler import DraftSampler
 
 __all__ = [
-    "Dispatch",
     "DraftBuffers",
     "DraftLoop",
     "DraftMetadata",

@@ -1,4 +1,4 @@
-"""Memory of a draft loop, allocated once at addresses that every graph keeps."""
+"""Shape and memory of the passes of a draft loop. The memory is allocated once, at addresses that every graph keeps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,34 @@ import torch
 from torch import Tensor
 
 from nwor_ops import validation
-from nwor_ops.drafter.graphs import GraphKey
 from nwor_ops.validation import BoundToMemory
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """The shape of a pass. Graphs are captured for it, and looked up by it.
+
+    Attributes:
+        num_reqs: number of rows, padded rows included, > 0.
+        query_len: number of tokens of each row, > 0. It is 1 in the steps of the loop, and larger in the first pass.
+
+    Example:
+        >>> GraphKey(4, 5).num_tokens
+        20
+    """
+
+    num_reqs: int
+    query_len: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("num_reqs", self.num_reqs), ("query_len", self.query_len)):
+            if type(value) is not int or not 0 < value <= validation.INT32_MAX:
+                validation.integer(f"GraphKey: {name}", value)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the pass, always a multiple of the query length."""
+        return self.num_reqs * self.query_len
 
 
 @dataclass
@@ -18,8 +44,8 @@ class DraftBuffers(BoundToMemory):
 
     Letters: M rows (the maximum number of requests in a batch), K drafts of each. All tensors are on one device. All
     except ``hidden_states`` and ``draft_tokens`` are contiguous; these two may have any strides, but every element has
-    its own memory. Create them with :meth:`allocate`, or pass those of an
-    engine. Graphs refer to them by address, so they cannot be copied or pickled.
+    its own memory. Create them with :meth:`allocate`, or pass those of an engine. Graphs refer to them by address, so
+    they cannot be copied or pickled.
 
     Attributes:
         input_ids: int32 ``[>= M]``. The token of each row.
@@ -68,9 +94,7 @@ class DraftBuffers(BoundToMemory):
         for name, (dtypes, dims, least) in shapes.items():
             what, tensor = f"DraftBuffers: {name}", getattr(self, name)
             validation.tensor(what, tensor, *dtypes, dims=dims, least=least, device=self.device)
-            if dims == 2:
-                validation.distinct_elements(what, tensor)
-            elif not tensor.is_contiguous():
+            if dims != 2 and not tensor.is_contiguous():
                 raise ValueError(f"{what} must be contiguous, got strides {list(tensor.stride())}")
 
     @classmethod

@@ -1,28 +1,20 @@
-"""The draft loop: one step body, and three ways to run it."""
+"""The draft loop: one step body, run eagerly or in one graph."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
-from nwor_ops.drafter.buffers import DraftBuffers
-from nwor_ops.drafter.graphs import (
-    Dispatch,
-    Graph,
-    GraphKey,
-    Mode,
-    Recording,
-    addresses_of,
-    no_garbage_collection,
-    require_unmoved,
-)
+from nwor_ops.drafter.buffers import DraftBuffers, GraphKey
 from nwor_ops.drafter.metadata import DraftMetadata, FirstPass
 from nwor_ops.validation import BoundToMemory
 
@@ -31,7 +23,44 @@ logger = logging.getLogger(__name__)
 ModelFn = Callable[[GraphKey, Any], "Tensor | tuple[Tensor, Tensor]"]
 SampleFn = Callable[[GraphKey, Tensor], Tensor]
 Pool = Any  # torch.cuda.graph_pool_handle()
-AnyMode = Literal["auto", "eager", "step", "loop"]
+Mode = Literal["eager", "loop"]
+AnyMode = Literal["auto", "eager", "loop"]
+
+
+class Graph(Protocol):
+    """A ``torch.cuda.CUDAGraph``, or a stand-in."""
+
+    def replay(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A captured graph, the metadata of its capture, and the addresses of the buffers that it reads."""
+
+    graph: Graph
+    metadata: Any
+    addresses: dict[str, int]
+
+
+def addresses_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep Python's collector off while graphs are recorded.
+
+    It may destroy an unreachable graph. CUDA does not permit this while a stream is capturing, and invalidates the
+    capture. ``torch.cuda.graph`` collects before a capture only with ``torch.compiler.config.force_cudagraph_gc``.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _steps_of(key: GraphKey, num_drafts: int) -> range:
@@ -43,12 +72,10 @@ class DraftLoop(BoundToMemory):
     """Run steps 1 to K - 1 of a drafter, and its first pass if it is given one.
 
     One step is forward, logits, sampling and update. Each step needs attention metadata, which is built on the host or
-    updated on the device. The same body runs in three ways:
+    updated on the device. The same body runs in two ways:
 
     - ``"eager"``: the metadata is built before each step, and kernels are launched one by one. Works for any batch on
       any device.
-    - ``"step"``: the same, with the body in a CUDA graph. One graph serves all steps, because the step is a device
-      tensor.
     - ``"loop"``: all steps are in one graph, and the metadata is updated in place between them.
 
     Args:
@@ -108,8 +135,6 @@ class DraftLoop(BoundToMemory):
         for name, function in (("model_fn", model_fn), ("sample_fn", sample_fn)):
             validation.function(f"DraftLoop: {name}", function)
         validation.instance("DraftLoop: buffers", buffers, DraftBuffers, "a DraftBuffers")
-        why_not = metadata.why_not_in_place  # a method here would be true, so each step would get its own graph
-        validation.instance("DraftLoop: metadata.why_not_in_place", why_not, (str, type(None)), "None or a str")
         num_drafts = validation.integer("DraftLoop: num_drafts", num_drafts)
         max_len = validation.integer("DraftLoop: max_len", max_len)
         if buffers.draft_tokens.shape[1] < num_drafts:
@@ -123,18 +148,13 @@ class DraftLoop(BoundToMemory):
         self.counts = Counter()
         self._pool = pool
         self._own_pool: Any = None
-        # By mode, query length and number of drafts: the graphs by request count, smallest first.
-        self._graphs: dict[tuple[Mode, int, int], dict[int, Recording]] = {}
+        # By query length and number of drafts: the graphs by request count, smallest first.
+        self._graphs: dict[tuple[int, int], dict[int, Recording]] = {}
         self._why_no_graphs = "nothing was captured"
         self._logged: set[tuple[str, str]] = set()
 
     @torch.no_grad()
-    def capture(
-        self,
-        keys: Iterable[GraphKey],
-        modes: Iterable[Literal["auto", "step", "loop"]] = ("auto",),
-        num_drafts: int | None = None,
-    ) -> None:
+    def capture(self, keys: Iterable[GraphKey], num_drafts: int | None = None) -> None:
         """Record graphs, at start-up or after :meth:`invalidate`. Graphs are never recorded at run time.
 
         Keys with ``query_len > 1`` (first pass) come first, then those of the loop. Within both, larger keys come
@@ -148,45 +168,30 @@ class DraftLoop(BoundToMemory):
 
         Args:
             keys: shapes to record. Duplicates and keys that already have a graph are left out.
-            modes: "auto" records the one graph that ``run`` would choose. Name the modes to record both.
-            num_drafts: number of drafts that the graphs of mode "loop" make, 1 to K; None means K. A first pass and a
-                graph per step are the same for every number; with 1 draft there is no loop.
+            num_drafts: number of drafts that the graphs make, 1 to K; None means K. A first pass is the same for every
+                number; with 1 draft there is no loop.
         """
         validation.instance("DraftLoop.capture: keys", keys, Iterable, "GraphKeys")
-        keys, drafts = list(keys), self._checked_drafts(num_drafts)
-        chosen = [(self._graph_mode(mode), self._checked(key, 0)) for mode in modes for key in keys]
+        drafts, chosen = self._checked_drafts(num_drafts), {self._checked(key, 0) for key in keys}
         stream = self._capture_stream()
         # The first pass precedes the loop, and the largest key comes first, so that later graphs fit into the pool's
-        # memory. Ties are ordered by mode, because all ranks of a tensor-parallel group must capture in the same order.
-        order = sorted(set(chosen), key=lambda job: (job[1].query_len == 1, -job[1].num_tokens, job[0]))
+        # memory. All ranks of a tensor-parallel group must capture in the same order.
+        order = sorted(chosen, key=lambda key: (key.query_len == 1, -key.num_tokens, key.query_len))
         with no_garbage_collection():
-            for mode, key in order:
-                kind = self._kind(mode, key.query_len, drafts)
-                graphs, steps = self._graphs.get(kind, {}), _steps_of(key, kind[2])
+            for key in order:
+                graphs, steps = self._graphs_of(key.query_len, drafts), _steps_of(key, drafts)
                 if steps and key.num_reqs not in graphs:
-                    recording = self._record(mode, key, steps, stream)
-                    self._graphs[kind] = dict(sorted({**graphs, key.num_reqs: recording}.items()))
+                    graphs = {**graphs, key.num_reqs: self._record(key, steps, stream)}
+                    self._graphs[self._kind(key.query_len, drafts)] = dict(sorted(graphs.items()))
 
-    def dispatch(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> Dispatch:
-        """Return how ``run(num_reqs)`` would run, and the reason; with ``query_len`` > 1, how the first pass would.
-        Launches nothing.
+    def graph_for(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> GraphKey | None:
+        """Return the key of the graph that ``run(num_reqs)`` would replay, or with ``query_len`` > 1 the first pass.
+
+        It is the smallest that fits. None if the batch would run eagerly.
         """
         self._check_num_reqs(num_reqs)
-        drafts = self._checked_drafts(num_drafts)
-        key = self._smallest("loop", num_reqs, query_len, drafts)
-        if key is not None:
-            return Dispatch(key, "loop", "the metadata is updated in place")
-        key = self._smallest("step", num_reqs, query_len, drafts)
-        if key is not None:
-            return Dispatch(key, "step", self.metadata.why_not_in_place or "no graph of the whole was captured")
-        counts = [*self._graphs_of("loop", query_len, drafts), *self._graphs_of("step", query_len, drafts)]
-        if counts:
-            reason = f"no graph holds more than {max(counts)} requests"
-        elif self._graphs:
-            reason = f"no graph has query length {query_len}" + (f" and {drafts} drafts" if query_len == 1 else "")
-        else:
-            reason = self._why_no_graphs
-        return Dispatch(GraphKey(max(num_reqs, 1), query_len), "eager", reason)
+        counts = self._graphs_of(query_len, self._checked_drafts(num_drafts))
+        return next((GraphKey(count, query_len) for count in counts if count >= num_reqs), None)
 
     @torch.no_grad()
     def run(
@@ -206,8 +211,8 @@ class DraftLoop(BoundToMemory):
 
         Args:
             num_reqs: number of real requests, >= 0; with 0 nothing runs.
-            mode: "auto" runs the whole loop in one graph if there is one, else one graph per step, else eagerly; the
-                reason is logged once. Any other mode must be available.
+            mode: "auto" runs the whole loop in one graph if there is one, else eagerly; the reason is logged once. Mode
+                "loop" needs a graph.
             key: the padded shape to run in. None means the smallest graph that fits, or no padding if eager.
             replay: False runs the body of that mode from the host instead of its graph. This separates a wrong graph
                 from wrong metadata, and needs neither a capture nor a GPU.
@@ -215,17 +220,15 @@ class DraftLoop(BoundToMemory):
                 with a padded ``idx_mapping`` leaves them. Otherwise they are made inert here (five fills, if there is
                 padding).
             num_drafts: number of drafts to make, 1 to K; None means K. With fewer drafts, fewer steps run, and the
-                other columns of ``draft_tokens`` do not change. A graph of the whole loop must have been captured for
-                that number.
+                other columns of ``draft_tokens`` do not change. A graph must have been captured for that number.
 
         Returns:
             ``draft_tokens[:num_reqs]``, int64 ``[num_reqs, K]``, or its first ``num_drafts`` columns: a view.
 
         Raises:
-            ValueError: ``num_reqs``, ``key`` or ``num_drafts`` does not fit, or the metadata does not support "loop".
-                On the CPU and with ``debug=True`` also if ``idx_mapping`` is negative in a row before ``num_reqs``,
-                whose drafts would be those of an earlier run.
-            RuntimeError: the mode needs a graph that was not captured. With ``debug=True`` also if a tensor that a
+            ValueError: ``num_reqs``, ``key`` or ``num_drafts`` does not fit. On the CPU and with ``debug=True`` also if
+                ``idx_mapping`` is negative in a row before ``num_reqs``, whose drafts would be those of an earlier run.
+            RuntimeError: mode "loop" needs a graph that was not captured. With ``debug=True`` also if a tensor that a
                 graph reads has moved.
         """
         self._check_num_reqs(num_reqs)
@@ -248,8 +251,7 @@ class DraftLoop(BoundToMemory):
         :meth:`run`.
 
         This method sets ``idx_mapping[num_reqs:rows]`` to -1; :meth:`FirstPass.expand` writes everything else in padded
-        rows. Mode "loop" has expansion, metadata update, forward and sampling in one graph. Mode "step" runs the
-        expansion and a metadata build before the graph.
+        rows. Mode "loop" has expansion, metadata update, forward and sampling in one graph.
 
         Returns:
             ``draft_tokens[:num_reqs, :1]``: a view.
@@ -344,72 +346,61 @@ class DraftLoop(BoundToMemory):
         self.counts["decode" if query_len == 1 else "first_pass", chosen] += 1
         self.metadata.prepare(key, num_reqs)
         steps = _steps_of(key, num_drafts)
-        if chosen == "loop":
-            if recording is None:
-                self._begin_step(key, steps.start)  # a build may read the buffers
-                self._all_steps(key, self.metadata.build(key, num_reqs, steps.start), steps)
-            else:
-                recording.graph.replay()
+        if chosen == "eager":
+            for step in steps:
+                self._begin_step(key, step)
+                self._step(key, self.metadata.build(key, num_reqs, step))
             return
-        for step in steps:
-            self._begin_step(key, step)
-            metadata = self.metadata.build(key, num_reqs, step)
-            if recording is None:
-                self._step(key, metadata)
-            else:
-                recording.graph.replay()
+        if recording is None:
+            self._begin_step(key, steps.start)  # a build may read the buffers
+            self._all_steps(key, self.metadata.build(key, num_reqs, steps.start), steps)
+        else:
+            recording.graph.replay()
 
     def _recording(self, mode: Mode, key: GraphKey, replay: bool, num_drafts: int) -> Recording | None:
         """Return the graph to replay, or None to run from the host. In debug mode, check that nothing has moved."""
         if mode == "eager" or not replay:
             return None
-        recording = self._graphs_of(mode, key.query_len, num_drafts).get(key.num_reqs)
+        recording = self._graphs_of(key.query_len, num_drafts).get(key.num_reqs)
         if recording is None:
             drafts = "" if num_drafts == self.num_drafts else f" and {num_drafts} drafts"
-            raise RuntimeError(
-                f"DraftLoop: no graph was captured for {key}{drafts} in mode {mode!r}; capture() it at start-up"
-            )
+            raise RuntimeError(f"DraftLoop: no graph was captured for {key}{drafts}; capture() it at start-up")
         if self.debug:
-            require_unmoved(recording.addresses, addresses_of(self.buffers.tensors()))
+            before, now = recording.addresses, addresses_of(self.buffers.tensors())
+            for name in before.keys() | now.keys():
+                if before.get(name) != now.get(name):
+                    raise RuntimeError(
+                        f"DraftLoop: buffers[{name!r}] must not move after the capture; write into it in place, or "
+                        "invalidate() and capture() again"
+                    )
         return recording
 
     def _choose(
         self, num_reqs: int, query_len: int, mode: AnyMode, key: GraphKey | None, num_drafts: int
     ) -> tuple[Mode, GraphKey]:
-        if mode == "auto":
-            dispatch = self.dispatch(num_reqs, query_len, num_drafts)
-            chosen, default = dispatch.mode, dispatch.key
-            self._log_once(query_len, dispatch)
-        elif mode == "eager":
-            chosen, default = mode, GraphKey(num_reqs, query_len)
-        else:
-            chosen = self._graph_mode(mode)
-            default = self._smallest(chosen, num_reqs, query_len, num_drafts) or GraphKey(num_reqs, query_len)
-        return chosen, self._checked(key or default, num_reqs, query_len)
+        if mode not in ("auto", "eager", "loop"):
+            raise ValueError(f"DraftLoop: mode must be auto, eager or loop, got {mode!r}")
+        default = None if mode == "eager" else self.graph_for(num_reqs, query_len, num_drafts)
+        if mode == "auto" and default is None:
+            mode = "eager"
+            self._log_once(query_len, self._why_eager(query_len, num_drafts))
+        key = key or default or GraphKey(num_reqs, query_len)
+        return "eager" if mode == "eager" else "loop", self._checked(key, num_reqs, query_len)
 
-    def _graph_mode(self, mode: str) -> Mode:
-        """Return the mode of a graph by its name; "auto" is the best mode that the metadata permits."""
-        why_not = self.metadata.why_not_in_place
-        if mode == "auto":
-            return "step" if why_not else "loop"
-        if mode == "step":
-            return "step"
-        if mode != "loop":
-            raise ValueError(f"DraftLoop: mode must be auto, eager (only for runs), step or loop, got {mode!r}")
-        if why_not:
-            raise ValueError(f"DraftLoop: mode 'loop' needs metadata that is updated in place: {why_not}")
-        return "loop"
+    def _why_eager(self, query_len: int, num_drafts: int) -> str:
+        """Return the reason why a batch has no graph."""
+        if counts := self._graphs_of(query_len, num_drafts):
+            return f"no graph holds more than {max(counts)} requests"
+        if self._graphs:
+            return f"no graph has query length {query_len}" + (f" and {num_drafts} drafts" if query_len == 1 else "")
+        return self._why_no_graphs
 
-    def _kind(self, mode: Mode, query_len: int, num_drafts: int) -> tuple[Mode, int, int]:
-        """Return the key of :attr:`_graphs`. Only graphs of whole loops depend on the number of drafts."""
-        return mode, query_len, num_drafts if mode == "loop" and query_len == 1 else self.num_drafts
+    def _kind(self, query_len: int, num_drafts: int) -> tuple[int, int]:
+        """Return the key of :attr:`_graphs`. First passes do not depend on the number of drafts."""
+        return query_len, num_drafts if query_len == 1 else self.num_drafts
 
-    def _graphs_of(self, mode: Mode, query_len: int, num_drafts: int) -> dict[int, Recording]:
-        return self._graphs.get(self._kind(mode, query_len, num_drafts), {})
-
-    def _smallest(self, mode: Mode, num_reqs: int, query_len: int, num_drafts: int) -> GraphKey | None:
-        counts = self._graphs_of(mode, query_len, num_drafts)
-        return next((GraphKey(count, query_len) for count in counts if count >= num_reqs), None)
+    def _graphs_of(self, query_len: int, num_drafts: int) -> dict[int, Recording]:
+        return self._graphs.get(self._kind(query_len, num_drafts), {})
 
     def _checked_drafts(self, num_drafts: int | None) -> int:
         if num_drafts is None:
@@ -417,10 +408,7 @@ class DraftLoop(BoundToMemory):
         return validation.integer("DraftLoop: num_drafts", num_drafts, most=self.num_drafts)
 
     def _check_num_reqs(self, num_reqs: int) -> None:
-        if not 0 <= num_reqs <= self.buffers.max_num_reqs:
-            raise ValueError(
-                f"DraftLoop: num_reqs must be 0 to {self.buffers.max_num_reqs}, the rows of the buffers, got {num_reqs}"
-            )
+        validation.integer("DraftLoop: num_reqs", num_reqs, least=0, most=self.buffers.max_num_reqs)
 
     def _check_requests(self, num_reqs: int) -> None:
         """Raise if a row has no request. No kernel would write its drafts, which would be those of an earlier run."""
@@ -445,26 +433,22 @@ class DraftLoop(BoundToMemory):
             raise ValueError(f"DraftLoop: {key} belongs to a first pass, but the loop has none")
         return key
 
-    def _log_once(self, query_len: int, dispatch: Dispatch) -> None:
+    def _log_once(self, query_len: int, why_eager: str) -> None:
         what = "decode steps" if query_len == 1 else f"first pass of {query_len} tokens"
-        line = (f"{what}: {dispatch.mode}", dispatch.reason)
-        if line not in self._logged:
-            self._logged.add(line)
-            logger.info("nwor draft loop, %s, because: %s", *line)
+        if (what, why_eager) not in self._logged:
+            self._logged.add((what, why_eager))
+            logger.info("nwor draft loop, %s: eager, because: %s", what, why_eager)
 
     # ---------------------------------------------------------------- capture
 
-    def _record(self, mode: Mode, key: GraphKey, steps: range, stream: torch.cuda.Stream) -> Recording:
+    def _record(self, key: GraphKey, steps: range, stream: torch.cuda.Stream) -> Recording:
         def build() -> Any:
             self.buffers.fill_for_warm_up(key)
             self.buffers.current_draft_step.fill_(steps.start)
             return self.metadata.build(key, 0, steps.start, capturing=True)
 
         def body() -> None:
-            if mode == "loop":
-                self._all_steps(key, metadata, steps)
-            else:
-                self._step(key, metadata)
+            self._all_steps(key, metadata, steps)
 
         metadata = build()
         self._warm_up(body, stream)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nwor_ops.drafter.graphs import GraphKey
+from nwor_ops.drafter.buffers import GraphKey
 
 
 class DraftMetadata(Protocol):
@@ -21,8 +21,7 @@ class DraftMetadata(Protocol):
     - Host scalars are upper bounds (``max_len``, ``key.query_len``), because a graph keeps the value of its capture.
     - Padded rows have ``buffers.idx_mapping[row] < 0``. No table is read for them.
 
-    Inherit from this class to get ``prepare`` and the property ``why_not_in_place``. Or implement the three methods and
-    this property.
+    Inherit from this class to get ``prepare``, or implement all three methods.
 
     Example:
         >>> class Metadata(DraftMetadata):
@@ -36,14 +35,6 @@ class DraftMetadata(Protocol):
         >>> Metadata(buffers).build(GraphKey(2), num_reqs=1, step=1)["seq_lens"].tolist()
         [0, 0]
     """
-
-    @property
-    def why_not_in_place(self) -> str | None:
-        """None if :meth:`update` does everything that :meth:`build` does. Otherwise the reason, for the log.
-
-        With a reason, the loop is never captured as a whole, and ``update`` is never called.
-        """
-        return None
 
     def prepare(self, key: GraphKey, num_reqs: int) -> None:
         """Do the host work that a batch needs once, before its first step or replay. Called in every mode, outside
@@ -68,13 +59,15 @@ class DraftMetadata(Protocol):
         ...
 
     def update(self, key: GraphKey, metadata: Any) -> None:
-        """Update ``metadata`` to the current buffers, on the device only. It is captured once per step.
+        """Do everything that :meth:`build` does to ``metadata``, on the device only. It is captured once per step.
+
+        Mode "eager" never calls it. A back end that plans on the host captures no graphs.
 
         Compute everything that depends on positions or lengths from their absolute values, never from the previous
         step. Include padded rows. In the loop you may assume one token per request. Do not allocate outside the
         capturing pool, synchronize with the device, branch on values or plan on the host.
         """
-        ...
+        raise NotImplementedError("DraftMetadata.update: mode 'loop' and captures need it; mode 'eager' does not")
 
 
 class FirstPass(Protocol):

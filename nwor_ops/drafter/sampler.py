@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
-from nwor_ops.drafter.buffers import DraftBuffers
-from nwor_ops.drafter.graphs import GraphKey
+from nwor_ops.drafter.buffers import DraftBuffers, GraphKey
 from nwor_ops.validation import BoundToMemory
 
 
@@ -48,9 +47,6 @@ class DraftSampler(BoundToMemory):
         validation.tensor("DraftSampler: seeds", seeds, torch.int64, **vector)
         if compute_logits is not None:
             validation.function("DraftSampler: compute_logits", compute_logits)
-        if logits_cache is not None:
-            validation.tensor("DraftSampler: logits_cache", logits_cache, dims=3, device=buffers.device)
-            validation.distinct_elements("DraftSampler: logits_cache", logits_cache)
         self.buffers, self.temperature, self.seeds = buffers, temperature, seeds
         self.compute_logits, self.logits_cache = compute_logits, logits_cache
         rows, device = buffers.max_num_reqs, buffers.device

@@ -110,10 +110,7 @@ class DraftVocabulary:
 
         The lowest token wins among equal logits. NaN counts as -inf.
         """
-        logits = self.logits(hidden)
-        tokens = self.token_ids.new_empty(logits.shape[0])
-        ops.argmax_draft_tokens(logits, self.token_ids, tokens)
-        return tokens
+        return self.best(hidden)[1]
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest logit, float32 ``[R]``, and its token, int64 ``[R]``.

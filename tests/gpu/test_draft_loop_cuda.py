@@ -1,4 +1,4 @@
-"""Graphs of the draft loop on a GPU: one graph for all steps, and one graph per step.
+"""Graphs of the draft loop on a GPU.
 
 They are compared with eager drafting and with drafting without a loop, per position. Also tested: captures,
 allocations, waits, launches, and ranks. `tests/drafter` tests the choice and the order of graphs, with stand-ins.
@@ -34,7 +34,7 @@ from nwor_ops.testing.engine_process import free_port
 NUM_DRAFTS = (1, 2, 3, 5, 8)
 SIZES = (1, 4, 16, 64)
 BATCHES = (64, 1, 33, 4, 16, 3, 7)  # a large batch leaves junk in the rows that are padded in smaller ones
-GRAPHS = ("step", "loop")
+MODES = ("eager", "loop")
 MAX_LEN = 40
 
 
@@ -46,7 +46,7 @@ def drafters(device):
     def get(num_drafts):
         if num_drafts not in made:
             made[num_drafts] = make_drafter(num_drafts, max(SIZES), device, max_len=MAX_LEN)
-            made[num_drafts].capture(list(SIZES), GRAPHS)
+            made[num_drafts].capture(list(SIZES))
         return made[num_drafts]
 
     return get
@@ -61,7 +61,7 @@ def padded_to(num_reqs):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_drafts", NUM_DRAFTS)
-def test_three_modes_equal_plain_drafting(drafters, num_drafts, temperature):
+def test_both_modes_equal_plain_drafting(drafters, num_drafts, temperature):
     """Every position of every request.
 
     Eager runs use the batch's own shape and the graph's shape. Positions, slots and windows of each step are compared,
@@ -72,9 +72,7 @@ def test_three_modes_equal_plain_drafting(drafters, num_drafts, temperature):
     for number, num_reqs in enumerate(BATCHES):
         batch, padded = make_round(drafter, num_reqs, seed=100 * num_drafts + number), padded_to(num_reqs)
         expected = plain_drafts(drafter, batch.texts, batch.states)
-        ways = [("eager", {}), ("eager", {"padded": padded}), *((mode, {}) for mode in GRAPHS)]
-        ways += [(mode, {"replay": False}) for mode in GRAPHS]
-        for mode, options in ways:
+        for mode, options in (("eager", {}), ("eager", {"padded": padded}), ("loop", {}), ("loop", {"replay": False})):
             assert draft(drafter, batch, mode, **options) == expected, (num_reqs, mode, options)
             require_metadata_of_every_step(drafter, batch, num_reqs if (mode, options) == ("eager", {}) else padded)
             require_only_own_slots_written(drafter, batch)
@@ -85,13 +83,12 @@ def test_three_modes_equal_plain_drafting(drafters, num_drafts, temperature):
 def test_many_rounds(device, temperature):
     """One capture and many consecutive batches, with eager prefills in between."""
     drafter = make_drafter(4, 17, device, max_len=120)
-    drafter.capture([17], GRAPHS)
+    drafter.capture([17])
     expected = play(drafter, "eager", 12, temperature)
-    for mode in ("auto", *GRAPHS):
+    for mode in ("auto", "loop"):
         assert play(drafter, mode, 12, temperature) == expected
     # 16 of 17 rows are real. Prompts ran eagerly, and every round of "auto" was a whole loop.
     assert drafter.loop.counts["decode", "loop"] == drafter.loop.counts["first_pass", "loop"] == 24
-    assert drafter.loop.counts["decode", "step"] == 12
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -102,10 +99,10 @@ def test_hidden_states_and_poisoned_tails(device, num_drafts, temperature):
     Batches of growing and shrinking size run through the same graphs, without a first pass, and the loop pads them.
     """
     follower = Follower(num_drafts, 16, 30, device, debug=True)
-    follower.loop.capture([GraphKey(rows) for rows in (4, 16)], GRAPHS)
+    follower.loop.capture([GraphKey(rows) for rows in (4, 16)])
     follower.temperature.fill_(temperature)
     for num_reqs in (16, 2, 11, 4, 1):
-        for mode in (*GRAPHS, "eager"):
+        for mode in MODES:
             rows = num_reqs if mode == "eager" else 4 if num_reqs <= 4 else 16
             follower.require_plain_drafts(num_reqs, mode, rows, 1e-9)
     if num_drafts == 1:
@@ -119,7 +116,7 @@ def test_capture_writes_no_cache(device):
     drafter = make_drafter(3, 8, device)
     for cache in drafter.caches:
         cache.fill_(7)
-    drafter.capture([8, 1], GRAPHS)
+    drafter.capture([8, 1])
     torch.cuda.synchronize()
     assert all((cache == 7).all() for cache in drafter.caches)
 
@@ -140,20 +137,19 @@ def test_streams_and_pools(device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            follower.loop.capture([GraphKey(8), GraphKey(4)], GRAPHS)
+            follower.loop.capture([GraphKey(8), GraphKey(4)])
         torch.cuda.synchronize()
-        for mode in GRAPHS:
-            follower.load(7, seed=3)
-            outputs.append(follower.loop.run(7, mode).tolist())
-            other = torch.cuda.Stream()
-            follower.load(7, seed=3)
-            other.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(other):
-                follower.loop.run(7, mode)
-            torch.cuda.synchronize()
-            outputs.append(follower.buffers.draft_tokens[:7].tolist())
-    assert outputs == outputs[:1] * 12
-    assert len(entered) == 4
+        follower.load(7, seed=3)
+        outputs.append(follower.loop.run(7, "loop").tolist())
+        other = torch.cuda.Stream()
+        follower.load(7, seed=3)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            follower.loop.run(7, "loop")
+        torch.cuda.synchronize()
+        outputs.append(follower.buffers.draft_tokens[:7].tolist())
+    assert outputs == outputs[:1] * 6
+    assert len(entered) == 2
 
 
 def test_invalidate(device):
@@ -164,7 +160,7 @@ def test_invalidate(device):
     expected = plain_drafts(drafter, batch.texts, batch.states)
     assert draft(drafter, batch, "auto") == expected
     drafter.loop.invalidate("the cache is allocated anew")
-    assert drafter.loop.dispatch(5).reason == "the graphs were dropped: the cache is allocated anew"
+    assert drafter.loop.graph_for(5) is None
     with pytest.raises(RuntimeError, match="no graph was captured for"):
         draft(drafter, batch, "loop")
     for layer, cache in enumerate(drafter.caches):
@@ -203,10 +199,10 @@ def test_collector_does_not_break_a_capture(device):
 
 
 def test_replays_allocate_nothing(device):
-    """Neither the loop nor the first pass allocates, and neither does an in-place build between steps."""
+    """Neither the loop nor the first pass allocates."""
     drafter, follower = make_drafter(4, 8, device, debug=False), Follower(4, 8, 30, device)
     drafter.capture([8])
-    follower.loop.capture([GraphKey(8)], GRAPHS)
+    follower.loop.capture([GraphKey(8)])
     batch = make_round(drafter, 6, 0)
     expected = draft(drafter, batch, "loop")
     drafter.target.load(batch.verified, batch.lengths, batch.num_rejected, batch.states, batch.next_tokens)
@@ -215,8 +211,7 @@ def test_replays_allocate_nothing(device):
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     drafts = drafter.propose(states, batch.verified.shape[1], "loop")
-    for mode in GRAPHS:
-        follower.loop.run(6, mode)
+    follower.loop.run(6, "loop")
     torch.cuda.synchronize()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     assert drafts.tolist() == expected
@@ -225,14 +220,14 @@ def test_replays_allocate_nothing(device):
 def test_nothing_waits(device):
     """The host waits for the device in no mode."""
     drafter, follower = make_drafter(4, 8, device, debug=False), Follower(4, 8, 30, device)
-    drafter.capture([8], GRAPHS)
-    follower.loop.capture([GraphKey(8)], GRAPHS)
+    drafter.capture([8])
+    follower.loop.capture([GraphKey(8)])
     batch = make_round(drafter, 6, 0)
     follower.load(6, 0)
     draft(drafter, batch, "eager")
     states = batch.states.to(device)
     with no_waits():
-        for mode in ("eager", *GRAPHS):
+        for mode in MODES:
             follower.loop.run(6, mode)
             drafter.propose(states, batch.verified.shape[1], mode)
 
@@ -256,29 +251,25 @@ def launches(run):
 def test_launches(device):
     """Launches are counted by the profiler, not read from a log.
 
-    The whole loop is one graph launch. A graph per step needs K - 1 launches. Each graph contains all kernels of its
-    steps.
+    The whole loop is one graph launch. The graph contains all kernels of its steps.
     """
     num_drafts = 5
     follower = Follower(num_drafts, 8, 30, device)
-    follower.loop.capture([GraphKey(8)], GRAPHS)
+    follower.loop.capture([GraphKey(8)])
     drafter = make_drafter(num_drafts, 8, device, debug=False)
     drafter.capture([8])
     follower.load(8, 0)
     kernels = {}
-    for mode, expected in (("loop", 1), ("step", num_drafts - 1), ("eager", 0)):
+    for mode, expected in (("loop", 1), ("eager", 0)):
         calls, kernels[mode] = launches(lambda mode=mode: follower.loop.run(8, mode))
         assert calls["cudaGraphLaunch"] == expected, calls
         other = sum(count for name, count in calls.items() if "LaunchKernel" in name)
         if mode == "loop":
             assert other == 0, calls
-        elif mode == "step":  # those of the step counter and of the slots
-            assert other == 2 * (num_drafts - 1), calls
         else:
             assert other > 4 * (num_drafts - 1), calls
     assert kernels["loop"] >= 4 * (num_drafts - 1)
     assert abs(kernels["loop"] - kernels["eager"]) <= 2, kernels
-    assert abs(kernels["step"] - kernels["eager"]) <= 2, kernels
 
     batch = make_round(drafter, 8, 0)
     draft(drafter, batch, "loop")
@@ -313,7 +304,7 @@ def test_ranks(ranks):
         for rank, process in enumerate(running):
             said, _ = process.communicate(timeout=150)
             assert process.returncode == 0, said
-            assert f"rank {rank} of {ranks}: 6 batches, 3 modes, the same drafts" in said
+            assert f"rank {rank} of {ranks}: 6 batches, 2 modes, the same drafts" in said
     finally:
         for process in running:
             process.kill()

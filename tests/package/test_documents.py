@@ -202,7 +202,7 @@ def test_public_names_are_on_api_pages() -> None:
     objects = {name for name in public if getattr(getattr(nwor_ops, name), "__module__", "").startswith("nwor_ops")}
     expected = {f"nwor_ops.{name}" for name in objects}
     expected |= {f"{part.__name__}.{name}" for part in (nwor_ops.drafter, nwor_ops.vllm) for name in part.__all__}
-    assert len(expected) > 30
+    assert len(expected) >= 30
     assert {name.replace(".ops.undo.", ".") for name in documented} == expected  # read from its file, not imported
 
 

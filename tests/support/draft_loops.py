@@ -180,23 +180,6 @@ class WatchedAdapter(PagedMetadataAdapter):
             seen[:, : len(now)].index_copy_(0, step, now.to(seen.dtype)[None])
 
 
-class HostPlannedAdapter(WatchedAdapter):
-    """A back end that supports only builds, so the loop must not call its update."""
-
-    why_not_in_place = "this back end plans on the host"
-    building = False
-
-    def build(self, key, num_reqs, step, capturing=False):
-        self.building = True
-        metadata = super().build(key, num_reqs, step, capturing)
-        self.building = False
-        return metadata
-
-    def update(self, key, metadata) -> None:
-        assert self.building, "update was called of metadata that cannot be updated in place"
-        super().update(key, metadata)
-
-
 def require_metadata_of_every_step(drafter: Drafter, batch: Round, padded: int) -> None:
     """Check position, length, slot and window of each row in every step, and that padded rows have none.
 

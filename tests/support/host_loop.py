@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nwor_ops.drafter import Dispatch, DraftLoop, GraphKey
+from nwor_ops.drafter import DraftLoop, GraphKey
 
 FAILED = "draft graphs failed"
 PADDED = (1, 2, 5)  # the request counts that "have a graph"
@@ -19,17 +19,16 @@ class HostLoop(DraftLoop):
 
     padded_loop = PADDED  # graphs of the loop only
 
-    def dispatch(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> Dispatch:
+    def graph_for(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> GraphKey:
         counts = self.padded_loop if query_len == 1 else PADDED
-        rows = min(count for count in counts if count >= num_reqs)
-        return Dispatch(GraphKey(rows, query_len), "loop", "as if captured")
+        return GraphKey(min(count for count in counts if count >= num_reqs), query_len)
 
     def run(self, num_reqs: int, inert_tails: bool = False, num_drafts: int | None = None, **_: Any) -> Tensor:
         how: dict[str, Any] = {"replay": False, "inert_tails": inert_tails, "num_drafts": num_drafts}
-        return super().run(num_reqs, "loop", key=self.dispatch(num_reqs).key, **how)
+        return super().run(num_reqs, "loop", key=self.graph_for(num_reqs), **how)
 
     def run_first_pass(self, num_reqs: int, query_len: int, **_: Any) -> Tensor:
-        key = self.dispatch(num_reqs, query_len).key
+        key = self.graph_for(num_reqs, query_len)
         return super().run_first_pass(num_reqs, query_len, "loop", key=key, replay=False)
 
 

@@ -95,7 +95,7 @@ def test_draft_loop() -> None:
     loop = DraftLoop(
         lambda key, _: logits[buffers.input_ids[: key.num_tokens]], sampler, buffers, NoMetadata(), 3, max_len=16
     )
-    for mode in ("eager", "step", "loop"):
+    for mode in ("eager", "loop"):
         buffers.draft_tokens[0, 1:], buffers.input_ids[0] = -1, 5
         assert loop.run(1, mode, key=GraphKey(2), replay=False).tolist() == [[5, 6, 7]]
 

@@ -139,7 +139,6 @@ class GraphedDrafter(abc.ABC):
     last_token_indices: Tensor
     first_pass_positions: Tensor
     first_pass_lens: Tensor
-    why_not_in_place: None = None
 
     def _set_up(self, num_drafts: int, drafts_by_requests: list[int] | None, logger: Any) -> None:
         self.graphs, self.num_drafts, self._logger = None, num_drafts, logger
@@ -254,7 +253,7 @@ class GraphedDrafter(abc.ABC):
         """Return the reason why this first pass runs vLLM's code, or None. ``query_len`` is 0 if requests differ."""
         if query_len not in self._first_pass_lengths:
             return MIXED
-        return TOO_MANY_TOKENS if self.graphs.loop.dispatch(rows, query_len).mode == "eager" else None
+        return TOO_MANY_TOKENS if self.graphs.loop.graph_for(rows, query_len) is None else None
 
     # ------------------------------------------------------------ capture
 

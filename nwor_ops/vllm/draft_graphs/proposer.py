@@ -221,7 +221,8 @@ class GraphedProposer(GraphedDrafter):
         query_len = batch.max_query_len if num_tokens == rows * batch.max_query_len else 0
         why_eager = self._why_eager_first_pass(rows, query_len)
         # Both passes have graphs for the same counts, unless a first pass exceeds the limit of the compiled model.
-        padded = loop.dispatch(rows, query_len if why_eager is None else 1).key.num_reqs
+        key = loop.graph_for(rows, query_len if why_eager is None else 1)
+        padded = rows if key is None else key.num_reqs
         self._copy_inputs(rows, padded, last_token_indices, batch, num_rejected_tokens_gpu)
         if why_eager is None:
             drafter._get_slot_mapping(padded * query_len, batch.slot_mapping)

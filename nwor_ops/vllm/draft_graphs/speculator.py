@@ -221,7 +221,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             return DUMMY_RUN
         if rows > self.graphs.most_requests:
             return TOO_LARGE
-        if drafts > 1 and self.graphs.loop.dispatch(rows, num_drafts=drafts).mode == "eager":
+        if drafts > 1 and self.graphs.loop.graph_for(rows, num_drafts=drafts) is None:
             return "a number of drafts without a graph for so many requests"
         return None
 
@@ -246,7 +246,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             self._eager[why_eager] += 1
             self._prefill(input_batch, num_rejected, last_sampled, rows, False, None)
             if drafts > 1:
-                padded = loop.dispatch(rows, num_drafts=drafts).key.num_reqs
+                padded = loop.graph_for(rows, num_drafts=drafts).num_reqs
                 self.start_decode(padded, self.expanded_positions[self.last_token_indices[:padded]])
         if drafts > 1:
             loop.run(rows, inert_tails=True, num_drafts=drafts)

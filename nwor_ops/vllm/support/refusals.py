@@ -340,9 +340,8 @@ REFUSALS = (
     STATE, CHUNK_FORM,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
             draft_graphs="TRITON_MLA, FlashMLA and CUTLASS MLA treat the first pass as a prompt, whose context vLLM "
-            "0.33 bounds on the host; FLASH_ATTN_MLA, with a graph per step, stopped with an illegal memory access; "
-            "FlashInfer plans on the host and has not been tried with a graph per step; other back ends were not "
-            "reviewed"),
+            "0.33 bounds on the host; FLASH_ATTN_MLA stopped with an illegal memory access; FlashInfer plans on the "
+            "host; other back ends were not reviewed"),
     Refusal("expert load balancing", "", _NOT_TRIED, _has(_PARALLEL + "enable_eplb"),
         change="without --enable-eplb"),
     # As in vLLM's drafter, a draft model gets token ids, including image placeholders, and one position per token.
