@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -17,10 +18,7 @@ SUGGESTED_ROWS = 32_768  # of a draft vocabulary, for vocabularies of 128 K to 2
 # Environment variables with the prefix that other modules read.
 _READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda/launch.h, nwor_ops/transaction/protocol.py"}
 
-_MODES = ("off", *MODES)
-_ON_UNSUPPORTED = ("error", "vanilla")
-_ON_ERROR = ("continue", "stop")
-_SWITCHES = ("audit", "draft_graphs")
+_WORDS = {"mode": ("off", *MODES), "on_unsupported": ("error", "vanilla"), "on_error": ("continue", "stop")}
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 # True is the exact form. The name of another form is a string that is not empty, so every form is true.
 _RECURRENT: dict[str, bool | str] = {**_BOOLEANS, "on": True, "exact": True, "off": False, "chunk": "chunk"}
@@ -28,7 +26,7 @@ _RECURRENT: dict[str, bool | str] = {**_BOOLEANS, "on": True, "exact": True, "of
 
 @dataclass(frozen=True)
 class NworConfig:
-    """The settings of the plugin.
+    """The settings of the plugin. All but words may also be text, as in the environment: ``"1"`` or ``"0"``.
 
     Attributes:
         mode: ``"off"``: no transaction. ``"cow"``: an undo log. Log what the drafts overwrite, and undo the rejected
@@ -58,16 +56,13 @@ class NworConfig:
     draft_vocabulary: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("mode", self.mode, _MODES)
-        _one_of("on_unsupported", self.on_unsupported, _ON_UNSUPPORTED)
-        _one_of("on_error", self.on_error, _ON_ERROR)
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"nwor: {name} must be true or false, got {getattr(self, name)!r}")
-        rows = self.draft_vocabulary
-        if isinstance(rows, bool) or not isinstance(rows, int) or not 0 <= rows < 2**31:
-            raise ValueError(f"nwor: draft_vocabulary must be a number of tokens, 0 or more, got {rows!r}")
-        object.__setattr__(self, "recurrent", _form(self.recurrent))
+        for name, allowed in _WORDS.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"nwor: {name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for name, convert in (
+            ("audit", _boolean), ("draft_graphs", _boolean), ("recurrent", _form), ("draft_vocabulary", _rows),
+        ):  # fmt: skip
+            object.__setattr__(self, name, convert(name, getattr(self, name)))
 
     @property
     def wants_transaction(self) -> bool:
@@ -149,19 +144,23 @@ class CarriedSettings(dict[str, Any]):
         return NworConfig.load({ADDITIONAL_CONFIG_KEY: self})
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"nwor: {name} must be one of {', '.join(allowed)}, got {value!r}")
+def _boolean(name: str, value: Any, words: Mapping[str, Any] = _BOOLEANS, expected: str = "0 or 1") -> Any:
+    switch = words.get(value.lower()) if isinstance(value, str) else value if isinstance(value, bool) else None
+    if switch is None:
+        raise ValueError(f"nwor: {name} must be true, false, {expected}, got {value!r}")
+    return switch
 
 
-def _form(recurrent: Any) -> bool | str:
+def _form(name: str, value: Any) -> Any:
     """Return False, True for the exact form, or the name of another form."""
-    if isinstance(recurrent, bool):
-        return recurrent
-    found = _RECURRENT.get(recurrent.lower()) if isinstance(recurrent, str) else None
-    if found is None:
-        raise ValueError(f"nwor: recurrent must be true, false, off, exact or chunk, got {recurrent!r}")
-    return found
+    return _boolean(name, value, _RECURRENT, "0, 1, off, exact or chunk")
+
+
+def _rows(name: str, value: Any) -> int:
+    is_number = re.fullmatch(r"\d{1,10}", value) if isinstance(value, str) else type(value) is int
+    if not is_number or not 0 <= int(value) < 2**31:
+        raise ValueError(f"nwor: {name} must be a number of tokens, 0 or more, got {value!r}")
+    return int(value)
 
 
 def _known() -> tuple[str, ...]:
@@ -188,26 +187,16 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
             if value not in ("0", "1", "false", "true"):
                 raise ValueError(f"nwor: {variable} must be 0, 1, false or true, got {value!r}")
         elif variable in names:
-            settings[names[variable]] = _parsed(variable, names[variable], value)
+            setting: dict[str, Any] = {names[variable]: value}
+            try:
+                NworConfig(**setting)
+            except ValueError as error:
+                raise ValueError(str(error).replace(names[variable], variable, 1)) from None
+            settings |= setting
         elif variable.startswith(ENVIRONMENT_PREFIX):
             known = ", ".join([SWITCH, *names, *_READ_ELSEWHERE])
             raise ValueError(f"nwor: unknown environment variable {variable}; known are {known}")
     return settings
-
-
-def _parsed(variable: str, name: str, value: str) -> Any:
-    """Return the value of a variable. The constructor checks modes."""
-    if name == "draft_vocabulary":
-        if not value.isdecimal() or len(value) > 10:
-            raise ValueError(f"nwor: {variable} must be a number of tokens, 0 or more, got {value!r}")
-        return int(value)
-    if name not in (*_SWITCHES, "recurrent"):
-        return value
-    expected = "0, 1, off, exact or chunk" if name == "recurrent" else "0 or 1"
-    values = _RECURRENT if name == "recurrent" else _BOOLEANS
-    if value.lower() not in values:
-        raise ValueError(f"nwor: {variable} must be {expected}, got {value!r}")
-    return values[value.lower()]
 
 
 def is_ours(variable: str) -> bool:

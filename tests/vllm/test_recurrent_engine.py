@@ -1235,10 +1235,10 @@ def test_settings_of_each_form() -> None:
         assert NworConfig.load({"nwor": {"recurrent": value}}, {}) == config
     assert not NworConfig.load({"nwor": {"recurrent": True}}, {"VLLM_NWOR_RECURRENT": "0"}).recurrent
     for wrong in ("", "2", "lazy"):
-        with pytest.raises(ValueError, match="VLLM_NWOR_RECURRENT must be 0, 1, off, exact or chunk, got"):
+        with pytest.raises(ValueError, match="VLLM_NWOR_RECURRENT must be true, false, 0, 1, off, exact or chunk"):
             NworConfig.load({}, {"VLLM_NWOR_RECURRENT": wrong})
     for other in (1, None, "lazy"):
-        with pytest.raises(ValueError, match="nwor: recurrent must be true, false, off, exact or chunk, got"):
+        with pytest.raises(ValueError, match="nwor: recurrent must be true, false, 0, 1, off, exact or chunk, got"):
             NworConfig.load({"nwor": {"recurrent": other}}, {})
 
 
