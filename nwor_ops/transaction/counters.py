@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from torch import Tensor
-
-from nwor_ops.ops import COUNTERS
-
 
 @dataclass(frozen=True)
 class Stats:
@@ -40,11 +36,6 @@ class Stats:
     overflowed: int
     cancelled: int
     abandoned: int
-
-    @classmethod
-    def read(cls, counters: Tensor, cancelled: int, abandoned: int) -> Stats:
-        """Read the device counters. Synchronizes with the device."""
-        return cls(**dict(zip(COUNTERS, counters.tolist(), strict=True)), cancelled=cancelled, abandoned=abandoned)
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

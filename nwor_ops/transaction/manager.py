@@ -58,11 +58,11 @@ _CLOSED, _OPEN = State.CLOSED, State.OPEN  # a global name costs the host less t
 MODES = ("cow", "stage")
 
 
-def error_of(method: str, error: Exception, **tensors: object) -> BaseException:
-    """Return the error of a bound call. The call itself cannot name an argument that is not a tensor."""
+def error_of(method: str, error: Exception, device: torch.device, **tensors: object) -> BaseException:
+    """Return the error of a bound call. The call cannot name an argument that is no tensor, or not on the device."""
     try:
         for name, value in tensors.items():
-            validation.tensor(f"{method}: {name}", value)
+            validation.tensor(f"{method}: {name}", value, device=device)
     except TypeError as wrong_type:
         return wrong_type
     return own_error(error)
@@ -227,6 +227,8 @@ class DraftCommitManager(Stateful[Layer]):
         """
         self._require(State.CLOSED, "bind")
         validation.instance("bind: layout", layout, Layout, "a Layout")
+        if self.device.type == "meta":
+            raise TypeError("bind: device of the manager must hold data, got meta")
         self._handles = None
         slot_mappings = _tensors_of_groups("slot_mappings", layout.slot_mappings, self.groups)
         requests = self.max_num_requests
@@ -294,7 +296,7 @@ class DraftCommitManager(Stateful[Layer]):
             tensors: dict[str, object] = {"query_start_loc": query_start_loc, "cu_num_draft_tokens": counts}
             tensors |= {"seq_lens": seq_lens} if self.mode == "stage" else {}
             tensors |= {} if states is None else {"request_states": states}
-            raise error_of("begin", error, **tensors) from None
+            raise error_of("begin", error, self.device, **tensors) from None
         self._unfinished = ""
 
     def write(
@@ -367,9 +369,8 @@ class DraftCommitManager(Stateful[Layer]):
         try:
             commit_tokens_bound(draft_token_ids, sampled_token_ids, self._handles.commit_tokens)
         except Exception as error:
-            raise error_of(
-                "commit", error, draft_token_ids=draft_token_ids, sampled_token_ids=sampled_token_ids
-            ) from None
+            tensors = {"draft_token_ids": draft_token_ids, "sampled_token_ids": sampled_token_ids}
+            raise error_of("commit", error, self.device, **tensors) from None
         self._window, self._unfinished, self._state = None, "", _CLOSED
 
     def commit_rejected(self, num_rejected: Tensor) -> None:
@@ -389,7 +390,7 @@ class DraftCommitManager(Stateful[Layer]):
         try:
             commit_bound(num_rejected, self._handles.commit)
         except Exception as error:
-            raise error_of("commit_rejected", error, num_rejected=num_rejected) from None
+            raise error_of("commit_rejected", error, self.device, num_rejected=num_rejected) from None
         self._window, self._unfinished, self._state = None, "", _CLOSED
 
     def cancel(self) -> None:
@@ -470,16 +471,17 @@ class DraftCommitManager(Stateful[Layer]):
         if states is None or len(states) > 0:
             self.recovery.forget(states)
 
-    def stats(self, counters: Tensor | None = None) -> Stats:
+    def stats(self, counters: Sequence[int] | None = None) -> Stats:
         """Return the totals so far.
 
         Args:
-            counters: int64 ``[len(COUNTERS)]``: a copy of ``buffers.counters`` on the host. None = read the device
-                counters. This synchronizes with the device, so do not do it between begin and commit of a hot loop.
+            counters: values of ``buffers.counters`` that were read before. None = read them. This synchronizes with the
+                device, so do not do it between begin and commit of a hot loop.
         """
-        if self._state is State.REGISTERING:
-            return Stats(0, 0, 0, 0, 0, 0, 0)
-        return Stats.read(self.buffers.counters if counters is None else counters, self._cancelled, self._abandoned)
+        if counters is None:
+            counters = [0] * len(ops.COUNTERS) if self._state is State.REGISTERING else self.buffers.counters.tolist()
+        named = dict(zip(ops.COUNTERS, counters, strict=True))
+        return Stats(**named, cancelled=self._cancelled, abandoned=self._abandoned)
 
     # ------------------------------------------------------------ inside
 
@@ -493,9 +495,7 @@ class DraftCommitManager(Stateful[Layer]):
     def _check_drafts(self, draft_token_ids: Tensor) -> None:
         """Raise if there are ids after those of the planned drafts. The rows of such drafts would stay."""
         planned = int(self.buffers.draft_start_loc[-1])
-        if not isinstance(draft_token_ids, Tensor) or draft_token_ids.dim() != 1:
-            return  # the op refuses it
-        if (draft_token_ids[planned:] >= 0).any():
+        if self._may_read(draft_token_ids, torch.int32, torch.int64) and (draft_token_ids[planned:] >= 0).any():
             raise ValueError(
                 f"commit: draft_token_ids must hold the {planned} drafts of the window, then -1, got "
                 f"{int((draft_token_ids >= 0).sum())}; cu_num_draft_tokens is cumulative, see Window.from_counts"
@@ -505,9 +505,7 @@ class DraftCommitManager(Stateful[Layer]):
         """Raise if more drafts of a request are rejected than were planned. The rows of the others would stay."""
         assert self._window is not None
         drafts = self.buffers.draft_start_loc.diff()[: self._num_requests(self._window)]
-        if not isinstance(num_rejected, Tensor) or num_rejected.dtype != torch.int32 or num_rejected.dim() != 1:
-            return  # the op refuses it
-        if num_rejected.device != drafts.device or len(num_rejected) < len(drafts):
+        if not self._may_read(num_rejected, torch.int32) or len(num_rejected) < len(drafts):
             return
         for request in (num_rejected[: len(drafts)] > drafts).nonzero()[:1, 0].tolist():
             raise ValueError(
@@ -515,6 +513,11 @@ class DraftCommitManager(Stateful[Layer]):
                 f"drafts in the window, got {int(num_rejected[request])}; cu_num_draft_tokens is cumulative, see "
                 "Window.from_counts"
             )
+
+    def _may_read(self, tensor: Tensor, *dtypes: torch.dtype) -> bool:
+        """Return whether a check may read a list of numbers. If not, the op refuses it."""
+        dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.dim() == 1
+        return dense and tensor.dtype in dtypes and tensor.device == self.device
 
     def _check_window(self, method: str) -> None:
         """Raise if no layer has written, or if commit would not look at a draft. Its row would stay."""

@@ -20,16 +20,6 @@ from nwor_ops.transaction.window import Layout, Window, WindowBuffers
 from nwor_ops.validation import BoundToMemory
 
 
-class Launch(NamedTuple):
-    """Arguments of one call of restore_slots: one plane of every layer of a class."""
-
-    planes: PlaneList
-    log: Tensor
-    row_slots: Tensor
-    page_offsets: Tensor | None
-    row_windows: Tensor
-
-
 class ClassLog(NamedTuple):
     """The log of a class of layers."""
 
@@ -59,7 +49,7 @@ class UndoLog(BoundToMemory):
     def __init__(self, layers: LayerTable) -> None:
         self._layers = layers
         self.classes: list[ClassLog] = []
-        self.launches: list[Launch] = []
+        self.launches: list[dict[str, Any]] = []  # arguments of restore_slots, for one plane of every layer of a class
 
     def allocate(self, buffers: WindowBuffers) -> None:
         rows = len(buffers.row_rejected)
@@ -73,10 +63,20 @@ class UndoLog(BoundToMemory):
         ]
         launches = []
         for of_class in classes:
-            row_slots = buffers.row_slots[self._layers.groups.index(of_class.of.group)]
-            for plane, caches, log in zip(of_class.of.planes, of_class.of.caches, of_class.logs, strict=True):
-                launch = Launch(PlaneList(caches), log, row_slots, plane.page_offsets, of_class.row_windows)
-                _try_restore(launch, buffers, of_class.of.names)
+            for plane, views, log in zip(of_class.of.planes, of_class.of.caches, of_class.logs, strict=True):
+                caches, table = PlaneList(views).arguments()
+                launch = {
+                    "caches": caches,
+                    "log": log,
+                    "row_slots": buffers.row_slots[self._layers.groups.index(of_class.of.group)],
+                    "row_rejected": buffers.row_rejected,
+                    "page_offsets": plane.page_offsets,
+                    "window_id": buffers.window_id,
+                    "row_windows": of_class.row_windows,
+                    "num_rows": None,
+                    "plane_table": table,
+                }
+                _try_restore(launch, of_class.of.names)
                 launches.append(launch)
         self.classes, self.launches, self._buffers = classes, launches, buffers
 
@@ -93,7 +93,7 @@ class UndoLog(BoundToMemory):
         """Bind the launches of a commit by counts. The first one also determines the outcome of the drafts."""
         bound = bind(
             "restore_slots_from_rejected", begun=begun, num_rejected=num_rejected,
-            **self._buffers.outcome_arguments(len(num_rejected)) | self._restore(self.launches[0]),
+            **self._buffers.outcome_arguments(len(num_rejected)) | self.launches[0],
         )  # fmt: skip
         return self._bind_restores(bound, self.launches[1:])
 
@@ -101,13 +101,10 @@ class UndoLog(BoundToMemory):
         """Bind the launches of a commit after the bound ``reject_rows``."""
         return self._bind_restores(outcome, self.launches)
 
-    def _bind_restores(self, bound: Tensor, launches: Sequence[Launch]) -> Tensor:
+    def _bind_restores(self, bound: Tensor, launches: Sequence[dict[str, Any]]) -> Tensor:
         for launch in launches:
-            bound = bind("restore_slots", bound, **self._restore(launch))
+            bound = bind("restore_slots", bound, **launch)
         return bound
-
-    def _restore(self, launch: Launch) -> dict[str, Any]:
-        return _restore_arguments(launch, self._buffers)
 
     def has_logged(self) -> bool:
         """Return whether a layer has logged a draft of the open window, or no draft has a slot. This reads values."""
@@ -124,25 +121,10 @@ class UndoLog(BoundToMemory):
         """Do nothing: a log holds only one window."""
 
 
-def _restore_arguments(launch: Launch, buffers: WindowBuffers) -> dict[str, Any]:
-    caches, table = launch.planes.arguments()
-    return {
-        "caches": caches,
-        "log": launch.log,
-        "row_slots": launch.row_slots,
-        "row_rejected": buffers.row_rejected,
-        "page_offsets": launch.page_offsets,
-        "window_id": buffers.window_id,
-        "row_windows": launch.row_windows,
-        "num_rows": None,
-        "plane_table": table,
-    }
-
-
-def _try_restore(launch: Launch, buffers: WindowBuffers, names: Sequence[str]) -> None:
+def _try_restore(launch: dict[str, Any], names: Sequence[str]) -> None:
     """Check the arguments of a restore before any window. No row is rejected, so nothing is written."""
     try:
-        ops.restore_slots(**_restore_arguments(launch, buffers))
+        ops.restore_slots(**launch)
     except (ValueError, TypeError, IndexError) as error:
         raise type(error)(f"allocate: layers {', '.join(map(repr, names))} could not be restored: {error}") from error
 

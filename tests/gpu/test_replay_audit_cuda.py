@@ -154,9 +154,8 @@ def test_the_audit_finds_a_row_that_was_not_restored(device):
     """Without the restore of the commit, the same audit counts differences."""
     torch.manual_seed(0)
     replays = Replays(device, "auto", by_counts=False)
-    recovery = replays.manager.recovery
-    arguments_of, nothing = recovery._restore, torch.zeros_like(replays.manager.buffers.row_rejected)
-    recovery._restore = lambda launch: arguments_of(launch) | {"row_rejected": nothing}
+    recovery, nothing = replays.manager.recovery, torch.zeros_like(replays.manager.buffers.row_rejected)
+    recovery.launches = [launch | {"row_rejected": nothing} for launch in recovery.launches]
     replays.manager.bind(Layout({"default": replays.slots}))
     for _ in range(3):
         replays.new_step()

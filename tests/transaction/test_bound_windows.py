@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from decoding import STEPS, Engine, refusal
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import one_thread  # noqa: F401
 
-from nwor_ops import Layout
+from nwor_ops import DraftCommitManager, LayerCache, Layout
 from nwor_ops.transaction.protocol import State
 
 MODES = ("cow", "stage")
@@ -74,6 +75,30 @@ def test_arguments_that_are_not_tensors(mode, wrong):
         manager.commit_rejected(wrong)
     manager.cancel()
     assert manager.stats().accepted == 0
+
+
+@pytest.mark.parametrize("wrong", [lambda t: t.to(torch.complex64), lambda t: t.to("meta"), lambda t: t.to_sparse()])
+def test_odd_tensors_are_named(wrong):
+    """The CPU reads these tensors before the op checks them."""
+    engine = Engine(TWO_KINDS, "cow", binds=True)
+    batch = engine.batch(STEPS[1])
+    for name, commit in (
+        ("draft_token_ids", lambda: engine.manager.commit(wrong(batch.draft_token_ids), batch.sampled_token_ids)),
+        ("num_rejected", lambda: engine.manager.commit_rejected(wrong(batch.num_rejected))),
+    ):
+        engine.manager.begin(batch.window)
+        engine.forward(batch)
+        with pytest.raises(TypeError, match=rf"^\w+: {name} must (have dtype|be on device cpu|be a dense tensor)"):
+            commit()
+        engine.manager.cancel()
+
+
+def test_layout_needs_data():
+    manager = DraftCommitManager(max_num_tokens=8, max_num_requests=2, max_draft_tokens=4, device="meta")
+    manager.register_layer("a", LayerCache.packed(torch.zeros(4, 2, 1, 8, device="meta")))
+    manager.allocate()
+    with pytest.raises(TypeError, match=r"^bind: device of the manager must hold data, got meta"):
+        manager.bind(Layout({"default": torch.zeros(8, dtype=torch.int64, device="meta")}))
 
 
 WRONG_WINDOWS = {

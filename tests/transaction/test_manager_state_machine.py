@@ -10,7 +10,7 @@ from state_machines import Counted, run_machine
 from transactions import one_thread  # noqa: F401
 
 from nwor_ops.testing.layouts import memory
-from nwor_ops.transaction import undo_log
+from nwor_ops.transaction.undo_log import UndoLog
 
 
 @pytest.mark.state_machine
@@ -38,10 +38,13 @@ def restores_that_break(monkeypatch):
     """Change the arguments of every restore."""
 
     def break_restore(change):
-        arguments_of = undo_log._restore_arguments
-        monkeypatch.setattr(
-            undo_log, "_restore_arguments", lambda *given: (made := arguments_of(*given)) | change(made)
-        )
+        allocate = UndoLog.allocate
+
+        def allocate_broken(log, buffers):
+            allocate(log, buffers)
+            log.launches = [launch | change(launch) for launch in log.launches]
+
+        monkeypatch.setattr(UndoLog, "allocate", allocate_broken)
 
     return break_restore
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
@@ -335,7 +334,7 @@ class Session:
     def counts(self, *values: int) -> dict[str, float]:
         """Return the totals for the metrics. ``values`` are those of :attr:`counters`. Only with a transaction."""
         assert self.manager is not None
-        counts = self.manager.stats(torch.tensor(values, device="cpu")).as_dict()
+        counts = self.manager.stats(values).as_dict()
         steps = self.vanilla_steps + Counter({_TOO_MANY: counts.pop("overflowed")})
         del steps[_CANCELLED]  # it has its own metric
         return {
@@ -346,7 +345,7 @@ class Session:
 
     def stats(self) -> Stats:
         """Return the totals so far. Synchronizes with the device."""
-        return self.manager.stats(self.counters) if self.manager is not None else Stats(0, 0, 0, 0, 0, 0, 0)
+        return self.manager.stats(self.counters.tolist()) if self.manager is not None else Stats(0, 0, 0, 0, 0, 0, 0)
 
     def describe(self) -> str:
         """Return the session's part of the log line ``nwor: active, ...``."""
