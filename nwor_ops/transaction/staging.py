@@ -267,21 +267,18 @@ def _fill(buffer: Tensor, values: Tensor) -> None:
 
 
 class KVCacheInterceptor(BoundToMemory):
-    """The single call at the KV-write sites of an engine. It writes into the cache or stages, depending on the window.
+    """The single call at the KV-write sites of an engine. It stages in a window, and otherwise writes into the cache.
 
     Args:
         buffer: the staging buffer, allocated.
-        mode: ``"staging"`` or ``"direct"``. With ``"direct"``, every window is written into the caches directly and
-            keeps all its rows, as without this library: for profiling, warm-up and capture.
 
     Attributes:
-        mode: as above. A new value takes effect at the next window.
-        direct_windows: number of windows that were written directly, for any reason.
-        refused_windows: number of those that the buffer refused.
+        refused_windows: number of windows that the buffer refused.
 
-    A window that the buffer refuses at begin (too many rows, an invalid dtype) is written directly and
-    counted. A later error propagates; then call :meth:`cancel`. The decision is made in Python, so it suits engines
-    whose write site runs in Python. Compiled code and CUDA graphs should call :meth:`StagingBuffer.stage` directly.
+    A window that the buffer refuses at begin (too many rows, an invalid dtype) is written directly, keeps all its rows,
+    and is counted. So is every write without begin, as in profiling and warm-up, but it does not count. A later error
+    propagates; then call :meth:`cancel`. The decision is made in Python, so it suits engines whose write site runs in
+    Python. Compiled code and CUDA graphs should call :meth:`StagingBuffer.stage` directly.
 
     Example:
         >>> import torch
@@ -298,22 +295,15 @@ class KVCacheInterceptor(BoundToMemory):
         False
     """
 
-    def __init__(self, buffer: StagingBuffer, mode: str = "staging") -> None:
+    def __init__(self, buffer: StagingBuffer) -> None:
         validation.instance("KVCacheInterceptor: buffer", buffer, StagingBuffer, "a StagingBuffer")
         if buffer.state is State.REGISTERING:
             raise RuntimeError("KVCacheInterceptor: the staging buffer must be allocated first")
-        self.buffer, self.mode = buffer, mode
-        self._check_mode()
-        self.direct_windows = 0
-        self.refused_windows = 0
-
-    def _check_mode(self) -> None:
-        if self.mode not in ("direct", "staging"):
-            raise ValueError(f"KVCacheInterceptor: mode must be one of direct, staging, got {self.mode!r}")
+        self.buffer, self.refused_windows = buffer, 0
 
     @property
     def staging(self) -> bool:
-        """Whether the open window is staged. Attention must then read its rows from the buffer."""
+        """Whether a window is staged. Attention must then read its rows from the buffer."""
         return self.buffer.state is State.OPEN
 
     def begin(self, row_slots: Tensor, stage_rows: Tensor | None = None) -> bool:
@@ -322,19 +312,14 @@ class KVCacheInterceptor(BoundToMemory):
         Returns:
             Whether the window is staged.
         """
-        if self.staging:
-            raise RuntimeError("begin: a staged window is open; commit or cancel it first")
-        self._check_mode()
-        if self.mode == "staging":
-            try:
-                self.buffer.begin(row_slots, stage_rows)
-                return True
-            except (ValueError, TypeError) as error:
-                self.refused_windows += 1
-                if self.refused_windows == 1:
-                    warnings.warn(f"nwor_ops: a window was written directly: {error}", RuntimeWarning, stacklevel=2)
-        self.direct_windows += 1
-        return False
+        try:
+            self.buffer.begin(row_slots, stage_rows)
+            return True
+        except (ValueError, TypeError) as error:
+            self.refused_windows += 1
+            if self.refused_windows == 1:
+                warnings.warn(f"nwor_ops: a window was written directly: {error}", RuntimeWarning, stacklevel=2)
+            return False
 
     def write(self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Stage a layer's keys and values, or write them to the slots of ``slot_mapping``.
