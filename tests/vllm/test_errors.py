@@ -229,7 +229,7 @@ def test_failed_forwards_leave_no_draft(engines: Engines, mode: str) -> None:
     assert (cancelled["vanilla_steps"], cancelled["errors"]) == ({"cancelled": 1}, {})
     assert (cancelled["stats"]["abandoned"], cancelled["stats"]["cancelled"]) == (0, 1)
     assert cancelled["stats"]["rejected"] == cancelled["audit"]["rejected"] > 0
-    assert cancelled["audit"]["stale_rows_at_end"] == 0
+    assert cancelled["audit"]["stale_rows"] == 0
     assert cancelled["audit"]["steps"] == 12
     assert found["planted"] == {CANCEL: 1}
     for moment in (during, after):

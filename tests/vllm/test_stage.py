@@ -277,8 +277,8 @@ def test_a_step_as_it_should_be(recorded: bool) -> None:
     step = Step(recorded)
     step.whole()
     summary = step.audit.summary()
-    counted = {name: summary[name] for name in ("drafted", "accepted", "rejected", "stale_rows", "exposed_rows")}
-    assert counted == {"drafted": 2, "accepted": 1, "rejected": 1, "stale_rows": 0, "exposed_rows": 0}
+    counted = {name: summary[name] for name in ("drafted", "accepted", "rejected", "stale_rows")}
+    assert counted == {"drafted": 2, "accepted": 1, "rejected": 1, "stale_rows": 0}
     assert (summary["moments"], summary["tail_rows"]) == (2, 2 * 2)  # slots 4 and 5, in both comparisons
 
 

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.vllm.audit.watch import REST_BYTES, Pages, RecurrentGroup, WatchedStorage, bytes_of
+from nwor_ops import validation
+from nwor_ops.vllm.audit.watch import REST_BYTES, Pages, RecurrentGroup, WatchedStorage
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.layers.target import TargetLayer, elements, positions, same_place
 
 FREE, COMMITTED, STALE = 0, 1, 2
-BEFORE_SAMPLING = "before sampling"
 
 
 class AuditError(AssertionError):
@@ -53,8 +53,6 @@ class AuditSummary:
     bytes_compared: int = 0  # in all storages, once per step
     recurrent_bytes: int = 0  # bytes of recurrent states that were left out, in all groups
     stale_rows: int = 0  # slots of rejected drafts whose bytes differed after the step
-    stale_rows_at_end: int = 0  # slots that still hold the row of a rejected draft
-    exposed_rows: int = 0  # slots in pages of requests that held a draft before sampling which was then rejected
     # In mode "stage":
     moments: int = 0  # comparisons after the forward and before sampling
     tail_rows: int = 0  # committed rows before the first draft that were compared with the copies that attention reads
@@ -78,7 +76,6 @@ class AuditedStep:
     num_draft_tokens: list[int]
     slot_mappings: dict[str, Tensor]
     before_load: dict[int, Tensor] = field(default_factory=dict)  # the watched bytes, by address of the storage
-    touched: dict[str, set[int]] = field(default_factory=dict)  # slots of drafts that the forward changed, by group
     # The slot of each token of the open window, by group: in a shadow page if the token was redirected.
     redirected: dict[str, Tensor] = field(default_factory=dict)
     # The rows at these slots after the forward, by plane, of layers whose own writer was never called.
@@ -224,6 +221,7 @@ class CacheAudit(StepListener):
         if name not in self._recorders:
             self._recorders[name] = _Recorder(self._max_num_tokens, key, value)
         recorder, num_tokens = self._recorders[name], slot_mapping.shape[0]  # key and value may have padded rows
+        validation.token_offset("nwor audit", token_offset, num_tokens, self._max_num_tokens)
         tokens = slice(token_offset, token_offset + num_tokens)
         recorder.key[tokens].copy_(key[:num_tokens])
         recorder.value[tokens].copy_(value[:num_tokens])
@@ -231,18 +229,13 @@ class CacheAudit(StepListener):
         recorder.rest = rest
 
     def forwarded(self, moment: str) -> None:
-        """Note which drafts a page of a request holds before sampling. In mode ``"stage"``, compare the cache."""
+        """In mode ``"stage"``, compare the cache."""
         step = self._step
-        if step is None:
+        if step is None or not step.redirected:
             return
-        if moment == BEFORE_SAMPLING:
-            step.touched = {group: self._changed_slots(step, group) for group in step.slot_mappings}
-        if not step.redirected:
-            return
-        for group in step.slot_mappings:
-            own, shadow = self._tails(step, group)
-            for layer in self._layers_of(group):
-                self._compare_tails(step, moment, layer, own, shadow)
+        tails = {group: self._tails(step, group) for group in step.slot_mappings}
+        for layer in self._layers.values():
+            self._compare_tails(step, moment, layer, *tails[layer.group])
         if step.forwarded is None:
             self._expect_forward(step)
         self._totals.moments += 1
@@ -255,8 +248,6 @@ class CacheAudit(StepListener):
             return
         rejected = self._rejected_tokens(step, None if num_sampled is None else num_sampled())
         slots = {group: step.slots_of(group, rejected) for group in step.slot_mappings}
-        for group, touched in step.touched.items():
-            self._totals.exposed_rows += len(touched.intersection(slots[group].tolist()))
         kept = {group: own.clone() for group, own in step.slot_mappings.items()}
         for own in kept.values():
             own[rejected] = -1
@@ -280,7 +271,6 @@ class CacheAudit(StepListener):
 
     def summary(self) -> dict[str, int]:
         """Return the totals so far (see :class:`AuditSummary`)."""
-        self._totals.stale_rows_at_end = sum(int((states == STALE).sum()) for states in self._states.values())
         return asdict(self._totals)
 
     def slot_states(self) -> dict[str, Tensor]:
@@ -385,14 +375,6 @@ class CacheAudit(StepListener):
         rows = self._rows_of(layer, slots, marks)
         return set(slots[_differ(rows, [torch.zeros_like(row) for row in rows])].tolist())
 
-    def _changed_slots(self, step: AuditedStep, group: str) -> set[int]:
-        """Return the slots of drafts whose rows differ from the image."""
-        slots, changed = step.slots_of(group, step.draft_tokens), set[int]()
-        for layer in self._layers_of(group):
-            image = bytes_of(self._watched_of[layer.name].image)
-            changed |= set(slots[_differ(self._rows_of(layer, slots), self._rows_of(layer, slots, image))].tolist())
-        return changed
-
     def _tails(self, step: AuditedStep, group: str) -> tuple[Tensor, Tensor]:
         """Return the slots from the start of each redirected request's tail page to its first redirected token.
 
@@ -468,9 +450,6 @@ class CacheAudit(StepListener):
         """Return the pages in a storage of these blocks, by group."""
         layers = [layer for layer in self._layers_in(watched) if layer.group in blocks]
         return (Pages(plane.view, blocks[layer.group]) for layer in layers for plane in layer.cache.planes)
-
-    def _layers_of(self, group: str) -> Iterable[TargetLayer]:
-        return (layer for layer in self._layers.values() if layer.group == group)
 
     def _layers_in(self, watched: WatchedStorage) -> Iterator[TargetLayer]:
         return (layer for layer in self._layers.values() if self._watched_of[layer.name] is watched)

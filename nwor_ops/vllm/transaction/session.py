@@ -25,7 +25,7 @@ from nwor_ops.transaction.manager import DraftCommitManager
 from nwor_ops.transaction.protocol import State, is_capturing
 from nwor_ops.transaction.window import Layout, Window
 from nwor_ops.vllm.errors import CannotContinue, Errors
-from nwor_ops.vllm.hooks import Patches, check_library
+from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.metrics.names import by_reason
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.support.features import TRANSACTION
@@ -73,7 +73,6 @@ class Session:
         shadow_blocks: ShadowBlocks | None,
         logger: Any,
     ) -> None:
-        self.config = config
         self.mode = config.mode
         self.shadow_blocks = shadow_blocks
         self.layers = {layer.name: layer for layer in layers}
@@ -84,38 +83,32 @@ class Session:
         self._pages_stay = False  # whether shadow pages may hold rows for the next window
         self._slept: tuple[int, Tensor] | None = None  # `begun` and the counters when the engine went to sleep
         self.slot_mappings = slot_mappings
-        self.layout = Layout(slot_mappings)
         self.max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
         self.vanilla_steps: Counter[str] = Counter()
         self.errors = Errors.by_setting(config, logger, "without the transaction in this step")
         self._set_listeners(())
         self.patches = Patches(TRANSACTION)
         self.manager: DraftCommitManager | None = None
-        if config.mode != "off":
-            self.manager = self._make_manager(
-                layers,
-                max_num_tokens=self.max_num_tokens,
-                max_num_requests=max_num_requests,
-                max_draft_tokens=max_draft_tokens,
-                max_drafts_per_request=max_drafts_per_request,
-            )
-
-    def _make_manager(self, layers: list[TargetLayer], **limits: Any) -> DraftCommitManager:
-        device = layers[0].kv_cache.device
-        check_library(device.type)
+        if config.mode == "off":
+            return
         shadow = None
-        if self.shadow_blocks is not None:
-            shadow = {layer.group: self.shadow_blocks.of_group(int(layer.group)).start for layer in layers}
-        limits |= {"device": device, "mode": self.mode}
-        manager = DraftCommitManager(**limits, shadow_blocks=shadow)
+        if shadow_blocks is not None:
+            shadow = {layer.group: shadow_blocks.of_group(int(layer.group)).start for layer in layers}
+        self.manager = DraftCommitManager(
+            max_num_tokens=self.max_num_tokens,
+            max_num_requests=max_num_requests,
+            max_draft_tokens=max_draft_tokens,
+            max_drafts_per_request=max_drafts_per_request,
+            device=layers[0].kv_cache.device,
+            mode=config.mode,
+            shadow_blocks=shadow,
+        )
         for layer in layers:
-            manager.register_layer(layer.name, layer.cache, layer.group)
-        manager.allocate()
-        return manager
+            self.manager.register_layer(layer.name, layer.cache, layer.group)
+        self.manager.allocate()
 
     def bind(self, layout: Layout) -> None:
         """Bind the runner's persistent slot mappings and block tables, with its conventions for counts."""
-        self.layout = layout
         if self.manager is not None:
             self.manager.bind(layout)
 
@@ -154,16 +147,8 @@ class Session:
             self.go_on_without("begin", error)
             return
         self._notify_begin(step)
-        manager, drafts = self.manager, step.window.num_draft_tokens
+        manager = self.manager
         if manager is None:
-            return
-        if drafts is not None and drafts > manager.max_draft_tokens:
-            # Not an error, with any setting: the step is a vanilla step.
-            self.skip()
-            self._count(
-                _TOO_MANY,
-                f"{drafts} drafts, {manager.max_draft_tokens} rows; this step runs without the transaction",
-            )
             return
         self.begun += 1
         try:
@@ -176,7 +161,7 @@ class Session:
             return
         self._step = step
         for listener in self._listeners_of["opened"]:
-            listener.opened(self.layout.slot_mappings)
+            listener.opened(self.slot_mappings)
 
     def skip(self) -> None:
         """Run a step without a window; call it in place of :meth:`begin`.
@@ -284,13 +269,13 @@ class Session:
             return
         query_start_loc, num_draft_tokens = step.on_host()
         for listener in self._listeners_of["begin"]:
-            listener.begin(query_start_loc, num_draft_tokens, self.layout.slot_mappings)
+            listener.begin(query_start_loc, num_draft_tokens, self.slot_mappings)
 
-    def after_failure(self, close: Callable[[], None]) -> None:
+    def after_failure(self) -> None:
         """Close the window of a step that failed. The original exception propagates; an error while closing is only
         logged."""
         try:
-            close()
+            self.close_interrupted()
             self.skip()
         except Exception:
             self._logger.exception("nwor: closing the window of a step that failed")
@@ -308,7 +293,9 @@ class Session:
             self.go_on_without("cancel", error)
             return
         self.skip()
-        self._count(_CANCELLED, "a step ended without sampling; its drafts were undone")
+        if self.vanilla_steps[_CANCELLED] == 0:
+            self._logger.warning("nwor: a step ended without sampling; its drafts were undone (others are counted)")
+        self.vanilla_steps[_CANCELLED] += 1
         self._notify_end(None, True)
 
     # ------------------------------------------------------------ reporting
@@ -372,19 +359,9 @@ class Session:
     def _token_offset(self, group: str, slot_mapping: Tensor) -> int:
         """Return the position in the batch at which a slot mapping starts: 0, or the start of a micro-batch's slice.
 
-        Both are views of one persistent buffer, so the position follows from the addresses.
+        Both are int64 views of one persistent buffer, so the position follows from the addresses. The writer checks it.
         """
-        batch = self.slot_mappings[group]
-        start, batch_start = slot_mapping.data_ptr(), batch.data_ptr()
-        if start == batch_start:
-            return 0
-        token_offset = (start - batch_start) // slot_mapping.element_size()
-        if not 0 <= token_offset <= batch.numel() - slot_mapping.shape[0]:
-            raise RuntimeError(
-                f"a layer of group {group} must be given a slice of its group's {batch.numel()} slot mappings, got "
-                f"{slot_mapping.shape[0]} starting at index {token_offset}"
-            )
-        return token_offset
+        return (slot_mapping.data_ptr() - self.slot_mappings[group].data_ptr()) // 8
 
     def go_on_without(self, moment: str, error: Exception) -> None:
         """Finish the step without the transaction, unless the settings ask to stop.
@@ -404,8 +381,3 @@ class Session:
             ) from second
         self.errors.go_on(f"{moment} failed", error)
         self.vanilla_steps[f"{moment} failed"] += 1
-
-    def _count(self, reason: str, detail: str) -> None:
-        if self.vanilla_steps[reason] == 0:
-            self._logger.warning("nwor: %s: %s (further ones are counted, not logged)", reason, detail)
-        self.vanilla_steps[reason] += 1

@@ -98,9 +98,11 @@ def target_layers(runner: Any, drafter_layers: set[str], mode: str) -> list[Targ
             continue  # a layer that shares another layer's cache writes nothing
         if is_recurrent(spec):
             continue
-        check_group_spec(group, spec)
-        if qualified_name(attention) == _MLA_ATTENTION and mode != "stage":
-            check_passes(runner.compilation_config.pass_config)
+        if type(spec).__name__ not in CACHE_SPECS:
+            raise CACHE_SPEC.because(group=group, spec=type(spec).__name__)
+        bypasses_writer = getattr(runner.compilation_config.pass_config, FUSED_MLA_WRITER, False)
+        if qualified_name(attention) == _MLA_ATTENTION and mode != "stage" and bypasses_writer:
+            raise FUSED_WRITER.because(name=FUSED_MLA_WRITER)
         layers.append(_target_layer(name, group, attention, runner.model_config.dtype))
     return layers
 
@@ -297,15 +299,3 @@ class _WriterOfScales:
         if known is not None and known.untyped_storage().data_ptr() == storage.data_ptr():
             return self._of_scratch
         return None, None  # the back end creates them, once for each scratch page
-
-
-def check_passes(pass_config: Any) -> None:
-    """Check that no compilation pass bypasses the cache writer of MLA layers."""
-    if getattr(pass_config, FUSED_MLA_WRITER, False):
-        raise FUSED_WRITER.because(name=FUSED_MLA_WRITER)
-
-
-def check_group_spec(group: str, spec: Any) -> None:
-    """Check that a KV-cache group has one slot per token."""
-    if type(spec).__name__ not in CACHE_SPECS:
-        raise CACHE_SPEC.because(group=group, spec=type(spec).__name__)

@@ -34,10 +34,9 @@ from nwor_ops.vllm.transaction.layers.back_ends import (
     table_copies,
     target_layers,
 )
-from nwor_ops.vllm.transaction.layers.target import TargetLayer
 from nwor_ops.vllm.transaction.session import Session
 from nwor_ops.vllm.transaction.shadow_blocks import HOOKS as SHADOW_HOOKS
-from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks, shadow_blocks
+from nwor_ops.vllm.transaction.shadow_blocks import shadow_blocks
 from nwor_ops.vllm.transaction.supported import checks_of, is_recurrent
 
 # Attributes in which drafters keep the names of their attention layers. They belong to drafters of the V2 runner,
@@ -126,8 +125,10 @@ class RunnerAttachment(abc.ABC):
         layers = target_layers(runner, drafter_layers, config.mode)
         if not layers:
             raise ALL_RECURRENT.because()
-        shadow = self._shadow_blocks(layers, drafter_layers) if config.mode == "stage" else None
-        if shadow is not None:
+        shadow = None
+        if config.mode == "stage":
+            check_tables(runner, layers, drafter_layers if self.drafter_borrows else set())
+            shadow = shadow_blocks(runner.vllm_config, runner.kv_cache_config)
             attached.check_tables(table_copies(runner, layers))
         try:
             session = Session(
@@ -155,11 +156,6 @@ class RunnerAttachment(abc.ABC):
             patch(context[layer.name], layer.name, session)
         return session
 
-    def _shadow_blocks(self, layers: list[TargetLayer], drafter_layers: set[str]) -> ShadowBlocks:
-        """Return the shadow pages of mode ``"stage"``, or raise :class:`Unsupported`."""
-        check_tables(self.runner, layers, drafter_layers if self.drafter_borrows else set())
-        return shadow_blocks(self.runner.vllm_config, self.runner.kv_cache_config)
-
     def patch(self, session: Session) -> None:
         """Patch the runner's methods."""
         self.session = session
@@ -184,7 +180,7 @@ class RunnerAttachment(abc.ABC):
             session.forwarded("after the forward")
             return output
         except BaseException:
-            session.after_failure(session.close_interrupted)
+            session.after_failure()
             raise
 
     def sample_tokens(self, sample: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +191,7 @@ class RunnerAttachment(abc.ABC):
         try:
             return sample(*args, **kwargs)
         except BaseException:
-            self.session.after_failure(self.session.close_interrupted)
+            self.session.after_failure()
             raise
 
 
@@ -238,14 +234,10 @@ def max_draft_tokens(vllm_config: Any) -> int:
 
 
 def log_bytes(runner: Any) -> int:
-    """Return the bytes that a runner's undo log will take. The cache need not exist yet."""
-    return undo_log_bytes(runner.get_kv_cache_spec().values(), max_draft_tokens(runner.vllm_config))
-
-
-def undo_log_bytes(specs: Iterable[Any], draft_tokens: int) -> int:
-    """Return the bytes of an undo log: one row per draft token and attention layer."""
-    attention = [spec for spec in specs if not is_recurrent(spec)]
-    return draft_tokens * sum(-(-spec.page_size_bytes // spec.block_size) for spec in attention)
+    """Return the bytes that a runner's undo log will take: one row per draft token and attention layer. The cache need
+    not exist yet."""
+    attention = [spec for spec in runner.get_kv_cache_spec().values() if not is_recurrent(spec)]
+    return max_draft_tokens(runner.vllm_config) * sum(-(-s.page_size_bytes // s.block_size) for s in attention)
 
 
 def _patch_writer(attention: Any, name: str, session: Session) -> None:
