@@ -18,8 +18,8 @@ Between begin and commit, the only allocation is ``verify``'s output if the call
 and nothing depends on values that only the host has. So ``verify`` may run eagerly, be traced by ``torch.compile``, or
 be captured in a CUDA graph.
 
-``cache`` has the states and records of one layer, ``cursors`` what is pending in each slot, ``fold`` the launches that
-fold pending rows. ``states`` joins them to the protocol above. The vLLM plugin uses the first three with vLLM's steps.
+``cache`` has the states and records of one layer, and the launches that fold pending rows; ``cursors`` has what is
+pending in each slot. ``states`` joins them to the protocol above. The vLLM plugin uses the first two with vLLM's steps.
 """
 
 from nwor_ops.recurrent.cache import RecurrentCache

@@ -1,7 +1,8 @@
-"""The states and records of one layer."""
+"""The states and records of a layer, and the launches that fold pending rows into the states of several layers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -155,3 +156,47 @@ class RecurrentCache(BoundToMemory):
     def records(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys, norms, decays and updates, in the order of the ops' arguments."""
         return self.record_keys, self.record_norms, self.record_decays, self.record_updates
+
+
+@dataclass(frozen=True)
+class RecurrentLayer(BoundToMemory):
+    """A layer with one state per request.
+
+    Attributes:
+        cache: its states and records.
+        layer_window: int64 ``[1]``: the last window in which the layer ran.
+    """
+
+    cache: RecurrentCache
+    layer_window: Tensor
+
+
+class Fold(BoundToMemory):
+    """The launches that fold layers: one for all layers of equal geometry."""
+
+    def __init__(self, layers: Iterable[RecurrentLayer]) -> None:
+        by_geometry: dict[tuple[object, ...], list[RecurrentLayer]] = {}
+        for layer in layers:
+            by_geometry.setdefault(layer.cache.geometry, []).append(layer)
+        self._launches = [
+            (
+                [
+                    [layer.cache.state for layer in group],
+                    *map(list, zip(*(layer.cache.records for layer in group), strict=True)),
+                    [layer.layer_window for layer in group],
+                ],
+                group[0].cache.chunk,
+            )
+            for group in by_geometry.values()
+        ]
+
+    def apply(self, plan: Tensor, window_id: Tensor | None = None) -> None:
+        """Fold the rows of a plan in all layers.
+
+        Args:
+            plan: int32 ``[E, 4]``: a plan of :func:`nwor_ops.plan_recurrent_fold`, or of an open window to cancel it.
+            window_id: int64 ``[1]`` or None. Layers that are marked with this number are left out, and the others
+                are marked with it. So a call can be repeated after an error. None = fold all layers and mark none.
+        """
+        for (states, keys, norms, decays, updates, windows), chunk in self._launches:
+            ops.gated_delta_fold(states, keys, norms, decays, updates, windows, plan, window_id, chunk)

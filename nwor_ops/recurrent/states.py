@@ -11,9 +11,8 @@ from torch import Tensor
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import has_no_data
 from nwor_ops.overlap import Area, first_overlap
-from nwor_ops.recurrent.cache import RecurrentCache
+from nwor_ops.recurrent.cache import Fold, RecurrentCache, RecurrentLayer
 from nwor_ops.recurrent.cursors import Cursors
-from nwor_ops.recurrent.fold import Fold, RecurrentLayer
 from nwor_ops.torch_fixes import static
 from nwor_ops.transaction.protocol import State, Stateful, is_capturing
 
@@ -70,10 +69,6 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         self._verified: set[str] = set()  # layers that ran in the open window, as far as Python can tell
 
     # ------------------------------------------------------------ set-up
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        return tuple(self._layers)
 
     def register_layer(self, name: str, cache: RecurrentCache) -> None:
         """Register a layer. Every window then includes it.
@@ -136,7 +131,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         ]
         if overlap := first_overlap(areas):  # no kernel sees all layers
             raise ValueError(f"allocate: {overlap[0]} and {overlap[1]} must not share memory")
-        self._fold = Fold(self._layers)
+        self._fold = Fold(self._layers.values())
         self._fold_plan: Tensor | None = None  # of a fold or copy that has begun
         self._copied: tuple[Tensor, Tensor] | None = None  # sources and targets of that copy
         # Marks the layers that such a fold has reached. It counts down, and the windows count up.
@@ -150,7 +145,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         """
         if self._state is State.REGISTERING:
             raise RuntimeError("skipped_requests: the states must be allocated; call allocate() first")
-        return self.cursors.skipped.now()
+        return int(self.cursors.num_skipped)
 
     # ------------------------------------------------------------ a window
 
@@ -346,7 +341,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             plan = plan.clone()
             plan[:, 1].clamp_(max=self.chunk)
         self._fold.apply(plan, self.window_id)  # repeatable: each folded layer is marked
-        self.cursors.drop_window(self.plan[:, 0].long())
+        self.cursors.table[:, 0].index_fill_(0, self.plan[:, 0].long(), 0)  # earlier rows of a chunk stay
         self._close()
 
     # ------------------------------------------------------------ between windows
@@ -426,7 +421,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         self._copied = (self._existing(source_slots), self._existing(target_slots)) if keep_source else None
         self._fold_number.sub_(1)
         with self._opening(plan):  # the plan clears the cursors before the first layer is folded
-            self.cursors.plan_fold(plan, source_slots, target_slots, kept, keep_source)
+            ops.plan_recurrent_fold(plan, self.cursors.table, source_slots, target_slots, kept, keep_source)
         self._finish_fold()
 
     def _finish_fold(self) -> None:

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 
 from nwor_ops import RecurrentCache, RecurrentStates, ops
-from nwor_ops.recurrent.cursors import SkippedRequests
+from nwor_ops.recurrent.cursors import Cursors
 from nwor_ops.testing.layouts import memory
 from nwor_ops.transaction.protocol import State
 
@@ -326,16 +326,16 @@ def test_cancel_applies_one_chunk(layers):
 
 
 def test_skipped_count_is_copied_now_and_then(device):
-    skipped = SkippedRequests(torch.device(device))
-    skipped.copy()
-    skipped.counter += 2
-    skipped.copy()  # too early
-    assert (skipped.latest(), skipped.now()) == (0, 2)
-    skipped.PERIOD = 0.0
-    skipped.copy()
+    cursors = Cursors(1, torch.device(device))
+    cursors.copy_skipped()
+    cursors.num_skipped += 2
+    cursors.copy_skipped()  # too early
+    assert cursors.latest_skipped() == 0
+    cursors.COPY_PERIOD = 0.0
+    cursors.copy_skipped()
     if device == "cuda":
         torch.cuda.synchronize()
-    assert skipped.latest() == 2
+    assert cursors.latest_skipped() == 2
 
 
 def test_states_without_data():
@@ -349,7 +349,7 @@ def test_states_without_data():
     def rows(*shape):
         return torch.empty(3, *shape, device="meta")
 
-    for name in states.layer_names:
+    for name in ("a", "b"):
         out = states.verify(name, rows(1, 64), rows(1, 64), rows(2, 64), rows(2), rows(2), *rows(2)[:2])
         assert out.shape == (3, 2, 64)
     states.commit(int32(2, 0).to("meta"))
@@ -563,7 +563,7 @@ def test_layers_that_do_not_match(sizes, error, sentence):
         states.register_layer("b", new_cache().state)
     with pytest.raises(TypeError, match="register_layer: name must be a string, got 3"):
         states.register_layer(3, new_cache())
-    assert states.layer_names == ("a",)
+    assert list(states._layers) == ["a"]
     states.allocate()
 
 

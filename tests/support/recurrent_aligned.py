@@ -97,12 +97,13 @@ class AlignedSide(Side):
         count = len(rows)
         self._batch_rows = rows
         if self.recurrent:
-            self.aligned.look_at(
+            self.aligned.preprocess_state(
+                lambda _: None,
                 SimpleNamespace(
                     num_reqs=count,
                     seq_lens_cpu_upper_bound=batch.seq_lens,
                     num_scheduled_tokens=batch.starts.diff()[:count].numpy(),
-                )
+                ),
             )
         preprocess_mamba_align_fused_kernel[(1,)](
             rows, self.column, self.computed, batch.starts, self.accepted, self.source, self.bias, count,

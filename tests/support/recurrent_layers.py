@@ -243,9 +243,8 @@ class Side:
         if recurrent:
             geometry = self.layers[0].geometry
             cursors = Cursors(BLOCKS, device, geometry.chunk)
-            self.skipped = cursors.skipped
-            self.skipped.copy()  # no second copy, because there are only a few per second
-            self.skipped.PERIOD = float("inf")
+            cursors.copy_skipped()  # no second copy, because there are only a few per second
+            cursors.COPY_PERIOD = float("inf")
             for builder, layer in zip(self.builders, self.layers, strict=True):
                 builder.bind(GroupLayers(cursors, [layer]))
         self.blocks_per_request = 1 + self.specs[0].num_speculative_blocks

@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
 import nwor_ops
-from nwor_ops.recurrent.cursors import SkippedRequests
+from nwor_ops.recurrent.cursors import Cursors
 from nwor_ops.vllm import plugin
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.metrics import publisher as worker
@@ -303,7 +303,7 @@ def test_sleeping_engine_keeps_its_counts(monkeypatch: pytest.MonkeyPatch, caplo
         @plugin._sleeping
         def sleep(self, level: int) -> str:
             calls.append(f"sleep {level}")
-            skipped.counter = None  # released
+            cursors.num_skipped = None  # released
             return "asleep"
 
     def go_to_sleep() -> None:
@@ -316,9 +316,9 @@ def test_sleeping_engine_keeps_its_counts(monkeypatch: pytest.MonkeyPatch, caplo
         SimpleNamespace(go_to_sleep=go_to_sleep),
         RecurrentEngine.__new__(RecurrentEngine),
     )
-    skipped: Any = SkippedRequests(torch.device("cpu"))
-    skipped.counter.fill_(3)
-    state.builders, state._skipped, state._slept = [SimpleNamespace(steps=5)], skipped, None
+    cursors: Any = Cursors(1, torch.device("cpu"))
+    cursors.num_skipped.fill_(3)
+    state.builders, state._cursors, state._slept = [SimpleNamespace(steps=5)], cursors, None
     monkeypatch.setitem(plugin._sessions, runner, session)
     monkeypatch.setitem(plugin.recurrent._engines, runner, state)
     assert Worker(runner).sleep(level=2) == "asleep"

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformType
 
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
-from nwor_ops.recurrent.cursors import Cursors, SkippedRequests
+from nwor_ops.recurrent.cursors import Cursors
 from nwor_ops.vllm import hooks
 from nwor_ops.vllm.audit.cache import AuditError
 from nwor_ops.vllm.audit.engine import audit_states_alone
@@ -511,8 +511,8 @@ def test_start_up_line(packed: bool) -> None:
     """`packed`: a block holds pages of several layers, as in GLM-5.3-Flash, and a group has a spec for each layer."""
     attention = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     builders = [SimpleNamespace(group=SimpleNamespace(layers={"a": 0, "b": 0}), steps=7)] * 2
-    skipped = SkippedRequests(torch.device("cpu"))
-    skipped.counter += 2
+    cursors = Cursors(1, torch.device("cpu"))
+    cursors.num_skipped += 2
 
     def engine_of(geometry: RecordGeometry, mode: str = "none", checkpoints: int = 0) -> plugin.RecurrentEngine:
         spec = dataclasses.replace(geometry.extend(STATES), num_prefill_checkpoint_blocks=checkpoints)
@@ -528,7 +528,7 @@ def test_start_up_line(packed: bool) -> None:
             kv_cache_tensors=[SimpleNamespace(size=106 * spec.page_size_bytes)],
         )
         runner = SimpleNamespace(vllm_config=config, max_model_len=256, kv_cache_config=cache)
-        return plugin.RecurrentEngine(runner, builders, geometry, skipped)
+        return plugin.RecurrentEngine(runner, builders, geometry, cursors)
 
     exact, chunk = engine_of(GEOMETRY), engine_of(CHUNK)
     assert exact.record_bytes == 106 * GEOMETRY.num_bytes
@@ -697,7 +697,10 @@ def test_moved_chunks_keep_their_rows() -> None:
     table = torch.tensor([[5, 6], [0, 0]], dtype=torch.int32)
     source, target, kept = torch.tensor([[0, 0], [1, 1], [3, 1]], dtype=torch.int32)
     plan = torch.empty(2, 4, dtype=torch.int32)
-    cursors.plan_block_fold(plan, [table], torch.tensor([0, 1]), source, kept, target_columns=target, moves_rows=True)
+    requests = torch.tensor([0, 1])
+    ops.plan_recurrent_block_fold(
+        plan, cursors.table, [table], requests, source, kept, target_columns=target, moves_rows=True
+    )
     audited.audit.moved(group, torch.tensor([[5, 0, 0, 6], [0, 0, 0, 0]]))
     assert audited.audit.summary()["moves"] == 1
     assert cursors.table[[5, 6, 0]].tolist() == [[0, 16, 0], [0, 16, 5], [0, 0, 0]]
@@ -959,15 +962,15 @@ def test_skipped_requests_stop_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
     """On CUDA a window skips such a request and counts it. The host knows it once the counter was copied."""
     state: Any = plugin.RecurrentEngine.__new__(plugin.RecurrentEngine)
     state.builders, state.folds_tails = [], False
-    skipped = state._skipped = SkippedRequests(torch.device("cpu"))
+    cursors = state._cursors = Cursors(1, torch.device("cpu"))
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    skipped.copy()
-    skipped.counter += 1
-    skipped.copy()
+    cursors.copy_skipped()
+    cursors.num_skipped += 1
+    cursors.copy_skipped()
     state.after_forward(None)  # the counter is copied a few times per second
     now[0] += 0.5
-    skipped.copy()
+    cursors.copy_skipped()
     message = "the counts of accepted tokens of some requests are invalid.* states are not known, so the engine stops"
     with pytest.raises(CannotContinue, match=message):
         state.after_forward(None)
@@ -982,7 +985,7 @@ def test_ends_of_prompts_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = SimpleNamespace(plan=torch.zeros(1), fold_first_rows=lambda places: folded.append(places.tolist()))
     state = plugin.RecurrentEngine.__new__(plugin.RecurrentEngine)
     state.builders, state.folds_tails, state.listener = [builder, builder], False, None
-    state._skipped = SkippedRequests(torch.device("cpu"))
+    state._cursors = Cursors(1, torch.device("cpu"))
 
     class V2Runner:
         execute_model_state: Any = None

@@ -46,7 +46,7 @@ class BlockOwners:
         result = update(scheduler_output)
         if copies := scheduler_output.kv_cache_block_copies:
             sources, targets = self._to_device(copies).unbind(1)
-            self._cursors.copy(sources, targets)
+            self._cursors.table[targets] = self._cursors.table[sources]  # their records are copied too
             if self.listener is not None:
                 self.listener.copied([(int(source), int(target)) for source, target in copies])
         return result

@@ -246,7 +246,7 @@ class RecurrentMetadataBuilder(GDNAttentionMetadataBuilder):
         self.slots = slots if slots.shape[0] == windows else slots[:windows]
         self.starts = starts if rows == windows else starts[: windows + 1]
         cursors.plan_window(self.plan, self.window_id, self.slots, self.starts, kept, max_window=self.num_spec + 1)
-        cursors.skipped.copy()
+        cursors.copy_skipped()
         self._has_planned = True
         self.steps += 1
         # The convolution uses the slots that the plan reads. They are 0 for padded rows and for skipped requests.

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.recurrent.cache import CHUNK, RecurrentCache
+from nwor_ops import ops
+from nwor_ops.recurrent.cache import CHUNK, Fold, RecurrentCache, RecurrentLayer
 from nwor_ops.recurrent.cursors import Cursors
-from nwor_ops.recurrent.fold import Fold, RecurrentLayer
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.recurrent.models import model_of
 
@@ -120,12 +120,16 @@ class GroupLayers:
         self.cursors = cursors
         self.layers = {layer.prefix: layer for layer in layers}
         self._neutral: Tensor | None = None  # layers of a group have records of one geometry
-        self._fold = Fold({layer.prefix: RecurrentLayer(layer.recurrent_cache, layer.layer_window) for layer in layers})
+        self._fold = Fold(RecurrentLayer(layer.recurrent_cache, layer.layer_window) for layer in layers)
 
     def begin_chunk(self, slots: Tensor, positions: Tensor) -> None:
-        """Fill the records of blocks with rows that change nothing, for the part of a chunk before their states.
+        """Let blocks with nothing pending begin in the middle of a chunk, as if its earlier rows were pending.
 
-        A chunk ends at a multiple of its length, but a prompt ends anywhere. Arguments: :meth:`.Cursors.begin_chunk`.
+        A chunk ends at a multiple of its length, but a prompt ends anywhere. The records get rows that change nothing.
+
+        Args:
+            slots: int64 ``[E]``; 0 = skip this entry.
+            positions: integers ``[E]``: number of tokens in each state.
         """
         for layer in self.layers.values():  # one launch per layer
             geometry = layer.geometry
@@ -133,13 +137,17 @@ class GroupLayers:
                 self._neutral = geometry.neutral_record(slots.device)
             record = self._neutral.expand(slots.shape[0], -1)
             geometry.whole_records(layer.recurrent_cache).index_copy_(0, slots, record)
-        self.cursors.begin_chunk(slots, positions)
+        cursors = self.cursors.table
+        rows = torch.zeros(slots.shape[0], 3, dtype=torch.int32, device=slots.device)
+        rows[:, 1] = cursors[slots, 1]
+        rows[:, 2] = positions % self.cursors.chunk * (slots > 0)
+        cursors[slots] = rows
 
     def fold(self, plan: Tensor, sources: Tensor, targets: Tensor, rows: Tensor, keep_source: bool = False) -> None:
-        """Fold the pending rows of blocks in all layers. Arguments: :meth:`.Cursors.plan_fold`."""
-        self.cursors.plan_fold(plan, sources, targets, rows, keep_source)
+        """Fold the pending rows of blocks in all layers. Arguments: :func:`nwor_ops.plan_recurrent_fold`."""
+        ops.plan_recurrent_fold(plan, self.cursors.table, sources, targets, rows, keep_source)
         self.fold_planned(plan[: sources.shape[0]])
 
     def fold_planned(self, plan: Tensor) -> None:
-        """Fold all layers by a plan of :meth:`.Cursors.plan_fold`, int32 ``[E, 4]``."""
+        """Fold all layers by a plan, int32 ``[E, 4]``."""
         self._fold.apply(plan)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.recurrent.cursors import Cursors, SkippedRequests
+from nwor_ops.recurrent.cursors import Cursors
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
@@ -74,7 +74,7 @@ class RecurrentEngine:
         runner: Any,
         builders: list[Any],
         geometry: RecordGeometry,
-        skipped: SkippedRequests,
+        cursors: Cursors,
         aligned: AlignedStates | None = None,
         owners: BlockOwners | None = None,
         folds_tails: bool = False,
@@ -84,7 +84,7 @@ class RecurrentEngine:
 
         self.folds_tails = folds_tails
         self.patches = patches or Patches(ENGINE_PATCHES)
-        self.builders, self._skipped, self._aligned, self._owners = builders, skipped, aligned, owners
+        self.builders, self._cursors, self._aligned, self._owners = builders, cursors, aligned, owners
         self.listener: RecurrentListener | None = None
         self._slept: tuple[int, Tensor] | None = None  # steps and skipped requests when the engine went to sleep
         cache, drafts = runner.kv_cache_config, geometry.rows - 1
@@ -127,11 +127,11 @@ class RecurrentEngine:
         """int64 ``[1]``: number of skipped requests. After :meth:`go_to_sleep` and until the next step, on the host."""
         if self._slept is not None and self._slept[0] == self.builders[0].steps:
             return self._slept[1]
-        return self._skipped.counter
+        return self._cursors.num_skipped
 
     def go_to_sleep(self) -> None:
         """Copy the counter to the host, because vLLM is about to release its memory (``Worker.sleep``)."""
-        self._slept = self.builders[0].steps, self._skipped.counter.to("cpu", copy=True)
+        self._slept = self.builders[0].steps, self._cursors.num_skipped.to("cpu", copy=True)
 
     def listen(self, listener: RecurrentListener) -> None:
         """Send the events of the states to a listener. The caller notifies it of each forward."""
@@ -147,7 +147,7 @@ class RecurrentEngine:
         Raises:
             CannotContinue: a window skipped a request, as far as the host knows.
         """
-        if self._skipped.latest() > 0:
+        if self._cursors.latest_skipped() > 0:
             raise CannotContinue.because(
                 "recurrent: the counts of accepted tokens of some requests are invalid. Their windows were skipped, "
                 "and their outputs are zeros",
@@ -273,9 +273,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
         owners = BlockOwners(runner, numbers, cursors)
         owners.attach(patches)
     folds_tails = connected or vllm_config.cache_config.prefix_match_unit is not None
-    _engines[runner] = RecurrentEngine(
-        runner, builders, geometry, cursors.skipped, aligned, owners, folds_tails, patches
-    )
+    _engines[runner] = RecurrentEngine(runner, builders, geometry, cursors, aligned, owners, folds_tails, patches)
     publisher.publish(runner, _engines[runner], RecurrentEngine.counts, lambda state: state.counter)
     logger.info("nwor: recurrent: active: %s", _engines[runner].describe())
 

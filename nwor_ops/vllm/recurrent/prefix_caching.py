@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor_ops import ops
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent.page import GroupLayers
 from nwor_ops.vllm.step_listener import RecurrentListener
@@ -71,12 +72,7 @@ class AlignedStates:
         patches.put_methods(context, self, ("run_fused_precopy", "run_fused_postprocess_align"))
 
     def preprocess_state(self, preprocess: Callable[..., Any], input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run vLLM's method of the model state."""
-        self.look_at(input_batch)
-        return preprocess(input_batch, *args, **kwargs)
-
-    def look_at(self, input_batch: Any) -> None:
-        """Find out whether a request of this batch can be at the end of a block. Call it before a step.
+        """Find out before a step whether a request of its batch can be at the end of a block.
 
         The host knows an upper bound of each length. With asynchronous scheduling, drafts of earlier steps may have
         been rejected since.
@@ -85,6 +81,7 @@ class AlignedStates:
         lowest = lengths - input_batch.num_scheduled_tokens - 3 * (self._drafts + 1)
         size = self._block_size
         self._may_cross = bool(((lengths + self._drafts) // size > (lowest - 1) // size).any())
+        return preprocess(input_batch, *args, **kwargs)
 
     def run_fused_precopy(
         self,
@@ -139,10 +136,11 @@ class AlignedStates:
             self._fold(folds)
         copy(num_reqs, num_accepted_tokens_gpu, state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping)
 
-    def _plan_folds(self, requests: Tensor, *columns: Tensor, **options: Any) -> list[tuple[GroupLayers, Tensor]]:
+    def _plan_folds(self, *columns: Any, **options: Any) -> list[tuple[GroupLayers, Tensor]]:
         """Plan the folds of all groups with one launch of :func:`nwor_ops.plan_recurrent_block_fold`."""
-        plan = self._plan[: len(self._tables) * requests.shape[0]]
-        self._cursors.plan_block_fold(plan, self._tables, requests, *columns, **options)
+        plan = self._plan[: len(self._tables) * columns[0].shape[0]]
+        options["num_skipped"] = self._cursors.num_skipped
+        ops.plan_recurrent_block_fold(plan, self._cursors.table, self._tables, *columns, **options)
         parts = plan.view(len(self._tables), -1, 4).unbind()
         return [(group, part) for (group, _), part in zip(self._groups, parts, strict=True)]
 
