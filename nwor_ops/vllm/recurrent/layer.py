@@ -45,7 +45,7 @@ class RecurrentLayer(PluggableLayer, MambaBase):
         given_gates: whether vLLM computes the decays and betas of a window before its kernel.
         recurrent: whether this engine has one state per request. If False, vLLM's code runs.
         layer_window: int64 ``[1]``, the number of the last window that this layer verified.
-        allow_neg_eigval, gate_lower_bound: as in :func:`nwor_ops.gated_delta_verify`. Some vLLM layers set them.
+        gate_lower_bound: as in :func:`nwor_ops.gated_delta_verify`. GLM's layers set it.
         all_states: ``[max_tokens, value_heads, dv, dk]``, only with an audit: the states that vLLM would have kept.
         listener: receives each checkpoint that vLLM exports, or None.
     """
@@ -55,7 +55,6 @@ class RecurrentLayer(PluggableLayer, MambaBase):
     A_log: torch.nn.Parameter
     dt_bias: torch.nn.Parameter
     layer_window: Tensor
-    allow_neg_eigval: bool = False
     gate_lower_bound: float | None = None
     all_states: Tensor | None = None
     listener: RecurrentListener | None = None
@@ -152,7 +151,6 @@ class RecurrentLayer(PluggableLayer, MambaBase):
             norm_eps=norm_eps,
             gate_activation=gate_activation,
             all_states=self.all_states,
-            allow_neg_eigval=self.allow_neg_eigval,
             gate_lower_bound=self.gate_lower_bound,
             chunk=geometry.chunk,
         )
