@@ -88,11 +88,6 @@ def bool_error(name: str, value: Any) -> TypeError | None:
     return TypeError(f"{name} must be a bool, got {_named(value)}")
 
 
-def type_error_in_list(name: str, tensors: Any) -> TypeError | ValueError | None:
-    """Return such an error for one list of tensors that is not passed to an op; None if it is valid."""
-    return _error_in_list(name, torch._C.TensorType.get(), tensors)
-
-
 def _named(value: Any) -> str:
     if value is None:
         return "None"

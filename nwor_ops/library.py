@@ -9,13 +9,11 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from nwor_ops.ops import registry
 
@@ -23,14 +21,9 @@ MIN_TORCH = (2, 11)  # as in pyproject.toml, from which setup.py derives the ver
 STABLE_ABI_TARGET = f"{MIN_TORCH[0]}.{MIN_TORCH[1]}"
 FOLDER = pathlib.Path(__file__).resolve().parent
 
-# Dispatch keys whose ops raise an explanation if there is no kernel.
-_DEVICES = {
-    "CPU": "cpu",
-    "CUDA": "cuda",
-    "XPU": "xpu",
-    "MPS": "mps",
-    "HPU": "hpu",
-}
+# Dispatch keys of views that torch resolves when they are read. A kernel would read the unresolved memory, and torch's
+# default for these keys copies mutated arguments, including whole caches.
+_LAZY_VIEWS = {"Negative": "a negative view", "Conjugate": "a conjugate view", "ZeroTensor": "a zero without memory"}
 
 
 @dataclass(frozen=True)
@@ -88,66 +81,26 @@ def _load(kind: str, dispatch_key: str) -> CompiledLibrary:
     return CompiledLibrary(kind, dispatch_key, path, problem)
 
 
-def _refusal(op: str, sentence: str) -> Callable[..., NoReturn]:
+def _refuse(op: str, dispatch_key: str, error: type[Exception], sentence: str) -> None:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise registry.Refusal(f"{op}: {sentence}")
+        raise error(f"{op}: {sentence}")
 
-    return refuse
-
-
-# Views that torch resolves when they are read, by dispatch key: name, test, and function to resolve them. A kernel
-# would read the unresolved memory. (The default kernel of torch for these keys copies mutated arguments, including
-# whole caches. It then fails to copy them back, after other arguments were written.)
-_LAZY_VIEWS: dict[str, tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor]]] = {
-    "Negative": ("a negative view", Tensor.is_neg, Tensor.resolve_neg),
-    "Conjugate": ("a conjugate view", Tensor.is_conj, Tensor.resolve_conj),
-    "ZeroTensor": ("a zero without memory", Tensor._is_zerotensor, Tensor.clone),
-}
-
-
-def _without_lazy_views(op: str, dispatch_key: str) -> Callable[..., Any]:
-    """Return an op's kernel for a lazy-view key. It refuses such views if the op mutates them, and resolves others."""
-    overload = registry.OPS[op].overload
-    what, is_lazy, read = _LAZY_VIEWS[dispatch_key]
-
-    def resolved(name: str, mutated: bool, value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [resolved(f"{name}[{index}]", mutated, element) for index, element in enumerate(value)]
-        if not isinstance(value, Tensor) or not is_lazy(value):
-            return value
-        if mutated:
-            raise ValueError(f"{op}: {name} must not be {what}, the op writes to it; pass a tensor with its own memory")
-        return read(value)
-
-    def kernel(*arguments: Any) -> Any:
-        declared = overload._schema.arguments[: len(arguments)]
-        return overload(*(
-            resolved(argument.name, argument.alias_info is not None, value)
-            for argument, value in zip(declared, arguments, strict=True)
-        ))  # fmt: skip
-
-    return kernel
+    registry.implement(op, refuse, dispatch_key)
 
 
 @cache
 def loaded_libraries() -> tuple[CompiledLibrary, ...]:
     """Load both libraries at the first call, which is the import of ``nwor_ops``, and return them.
 
-    Ops on a device without kernels raise an error that explains the reason.
+    Ops whose library is missing raise an error that explains the reason, and so do ops that get a lazy view.
     """
     check_torch()
     check_fakes()
     libraries = (_load("cpu", "CPU"), _load("cuda", "CUDA"))
-    missing = {library.dispatch_key: library.problem for library in libraries if library.problem}
-    for key, device in _DEVICES.items():
-        if key in ("CPU", "CUDA") and key not in missing:
-            continue
-        sentence = missing.get(key) or (
-            f"there is no kernel for {device}; nwor_ops has kernels for cpu and cuda, move the tensors there"
-        )
-        for op in registry.OPS:
-            registry.implement(op, _refusal(op, sentence), key)
-    for key in _LAZY_VIEWS:
-        for op in registry.OPS:
-            registry.implement(op, _without_lazy_views(op, key), key)
+    for op in registry.OPS:
+        for library in libraries:
+            if library.problem:
+                _refuse(op, library.dispatch_key, registry.Refusal, library.problem)
+        for key, view in _LAZY_VIEWS.items():
+            _refuse(op, key, ValueError, f"every argument must have its own memory, got {view}; pass a copy")
     return libraries

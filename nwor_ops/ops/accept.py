@@ -77,10 +77,9 @@ def plan_window(
             count, as vLLM's ``cu_num_logits`` and other index pointers do. CUDA does not read the 0.
 
     Raises:
-        ValueError: an invalid shape or stride, or overlapping memory. On the CPU also more than R drafts, a decreasing
-            cumulative array, more drafts than tokens in a request, or tokens beyond T (in a whole batch); nothing is
-            written. CUDA leaves such a window unplanned: every row is -1, no request has a draft in
-            ``draft_start_loc``, and ``overflowed`` counts it. Debug mode then raises.
+        ValueError: on the CPU, more than R drafts, a decreasing cumulative array, more drafts than tokens in a request,
+            or tokens beyond T (in a whole batch). CUDA leaves such a window unplanned: every row is -1, no request has
+            a draft in ``draft_start_loc``, and ``overflowed`` counts it.
 
     Example:
         >>> import torch
@@ -126,10 +125,9 @@ def acceptance_mask(
             drafts of each request.
 
     Raises:
-        ValueError: an invalid shape or stride. On the CPU also a ``draft_start_loc`` that does not begin with 0, that
-            decreases, or that counts more drafts than there are. A request must not have more drafts than
-            ``sampled_token_ids`` has columns. On CUDA such values change only the results, and drafts without a column
-            are rejected. Debug mode raises.
+        ValueError: on the CPU, a ``draft_start_loc`` that does not begin with 0, that decreases, or that counts more
+            drafts than there are, or a request with more drafts than ``sampled_token_ids`` has columns. On CUDA such
+            values change only the results, and drafts without a column are rejected.
 
     Example:
         >>> import torch
@@ -188,9 +186,6 @@ def reject_rows(
         counters: int64 ``[len(COUNTERS)]``; **mutated**: increments ``accepted`` and ``rejected``.
 
     A window that :func:`plan_window` did not plan has no drafts: every row is False and nothing is counted.
-
-    Raises:
-        ValueError: on the CPU, more than R drafts, or as :func:`acceptance_mask`. Nothing is written.
 
     Example:
         >>> import torch

@@ -96,11 +96,6 @@ def prepare_prefill_inputs(
             for a request without one (n <= 0) and from row R on.
         current_draft_step: int64 ``[]`` or ``[1]``; **mutated**: 0.
 
-    Raises:
-        ValueError: a shape, stride or overlap is invalid (no output may share memory with another argument). On the CPU
-            also if starts decrease or leave the buffers, or if a real row follows a padded one.
-        IndexError: an index is >= S (on the CPU).
-
     Example:
         >>> import torch
         >>> from nwor_ops import ops
@@ -202,9 +197,6 @@ def update_draft_inputs(
         sample_positions: int64 ``[>= N]``, contiguous, or None; **mutated**: + 1, never clamped.
         advance_positions: as in :func:`prepare_decode_inputs`.
 
-    Raises:
-        IndexError: the step is outside the columns of ``draft_tokens`` (on the CPU).
-
     Example:
         >>> import torch
         >>> from nwor_ops import ops
@@ -253,9 +245,8 @@ def compute_slot_mappings(
             groups are shared.
 
     Raises:
-        ValueError: ``cp_interleave`` does not divide a block size. With
-            ``cp_sharded``, only the CPU raises the latter, and CUDA gives all tokens of that group PAD.
-        IndexError: an index is >= S, or a position is negative or outside the columns (on the CPU).
+        ValueError: ``cp_interleave`` does not divide a block size. With ``cp_sharded``, only the CPU raises, and CUDA
+            gives all tokens of that group PAD.
 
     Example:
         >>> import torch
@@ -295,9 +286,6 @@ def eagle_step(
         block_size: number of tokens per block, > 0.
         max_model_len: L, > 0.
 
-    Raises:
-        IndexError: a position is below -1 (on the CPU).
-
     Example:
         >>> import torch
         >>> from nwor_ops import ops
@@ -333,9 +321,6 @@ def prepare_inputs_padded(
         token_indices_to_sample: int32 or int64 ``[>= N]``, any stride; **mutated**. It is 0 from row N on.
         num_rejected: int32 or int64 ``[>= N]``, any stride; **mutated**. It is 0 from row N on.
         discarded: bool ``[>= N]``, contiguous, or None.
-
-    Raises:
-        ValueError: a shape, stride or overlap is invalid. On the CPU also if cumulative drafts decrease.
 
     Example:
         >>> import torch
@@ -420,9 +405,6 @@ def gumbel_sample(
         workspace: int64 ``[>= 2 * N]``, contiguous, all 0, or None. Scratch memory of the CUDA kernel, which is 0 again
             after the call, so one buffer serves every call on one stream. If None, the call allocates it.
 
-    Raises:
-        IndexError: an index is >= S, or a step is outside the columns (on the CPU).
-
     Example:
         >>> import torch
         >>> from nwor_ops import ops
@@ -493,7 +475,6 @@ def copy_expand_inputs(
 
     Raises:
         ValueError: on the CPU, the capacity is too small for all tokens.
-        IndexError: an index is >= S (on the CPU).
 
     Example:
         >>> import torch
@@ -544,9 +525,6 @@ def extend_queries(
         max_model_len: L, > 0.
         num_new_tokens: number of tokens by which each query grows, >= 0.
         idx_mapping: int32 or int64 ``[>= N]``, any stride, or None. Only the signs are read.
-
-    Raises:
-        IndexError: a token that needs a slot has a position that is negative or outside the columns (on the CPU).
 
     Example:
         >>> import torch
@@ -617,9 +595,6 @@ def gather_step_tokens(
             then its last sampled token, then -1. Tokens after the last column are left out.
         context_tokens: int32 or int64 ``[capacity]``, any stride; **mutated**: the ids that are not drafts, and -1 in
             all other places.
-
-    Raises:
-        IndexError: the index of a request that sampled is >= S (on the CPU).
 
     Example:
         >>> import torch

@@ -78,13 +78,8 @@ def plan_recurrent_window(
             with all accepted rows, and a record has two halves of W rows.
 
     Raises:
-        ValueError: a shape or stride is wrong. The CPU also refuses a window longer than W and an invalid count or
-            cursor. It refuses starts that decrease, and two requests with the same slot.
-        TypeError: a dtype or device is wrong.
-        IndexError: on the CPU, a slot is >= S. Nothing is written then. On CUDA, a request with such a problem gets a
-            row of zeros and keeps its cursor; with ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after the launch. CUDA
-            does not check for two requests with the same slot.
-        RuntimeError: a tensor requires a gradient, or the library for this device is missing.
+        ValueError: on the CPU, a window longer than W, an invalid count or cursor, or two requests with the same slot.
+            On CUDA, such a request gets a row of zeros and keeps its cursor. CUDA does not check for equal slots.
 
     Example:
         >>> import torch
@@ -127,9 +122,8 @@ def plan_recurrent_fold(
         keep_source: whether rows stay pending in a source. It has no effect if the source is its own target.
 
     Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as :func:`plan_recurrent_window`.
-        ValueError: also if two entries have the same target, or a target is the source of another entry. CUDA does not
-            check this.
+        ValueError: on the CPU, two entries have the same target, or a target is the source of another entry. CUDA does
+            not check this.
 
     Example:
         >>> import torch
@@ -190,11 +184,6 @@ def plan_recurrent_block_fold(
             :func:`gated_delta_fold`.
         num_skipped: int64 ``[1]`` or None. **Mutated** on CUDA: increased by the number of entries that are left out
             because a number is invalid. On the CPU the call raises for the first one.
-
-    Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as :func:`plan_recurrent_fold`.
-        ValueError: also on the CPU, if ``num_kept`` is invalid. Nothing is written then. CUDA skips such a request.
-        IndexError: also on the CPU, if a row, a column or a block is too large. CUDA skips such a request.
 
     Example:
         >>> import torch
@@ -327,14 +316,6 @@ def gated_delta_verify(
             ``[S, R + W, HV, dv]``. If the plan stores nothing, the window continues from the reapplied rows in float32.
             0 = the state goes through every token.
 
-    Raises:
-        ValueError: a shape, a stride or an option is invalid, or written memory overlaps another argument. On the CPU
-            also for an invalid plan, or a plan that does not fit ``query_start_loc``.
-        TypeError: a dtype or device.
-        IndexError: on the CPU, a slot of the plan >= S. Nothing is written then. CUDA skips such a request; with
-            ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after the launch.
-        RuntimeError: as :func:`plan_recurrent_window`.
-
     Example:
         >>> import torch
         >>> rows, heads, width = 2, 1, 64
@@ -388,8 +369,7 @@ def gated_delta_fold(
             other rows follow. 0 = the state is rounded once, at the end.
 
     Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as :func:`gated_delta_verify`.
-        ValueError: also for lists of different lengths. A state shares memory with another state or a record. With
+        ValueError: lists of different lengths. A state shares memory with another state or a record. With
             ``window_id``, a number in ``layer_windows`` shares memory with another one, the plan or ``window_id``.
 
     Example:

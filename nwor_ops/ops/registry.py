@@ -32,12 +32,14 @@ class Op:
         family: name of the file that declares it.
         function: the function as written: its signature, its docstring, and a body that returns the result of a trace.
         overload: the op's overload. A call through the packet would look it up each time.
+        names: names of the arguments.
     """
 
     name: str
     family: str
     function: Callable[..., Any]
     overload: torch._ops.OpOverload
+    names: tuple[str, ...]
 
     def arguments(self, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments of a call by name, in the order of the schema, with defaults.
@@ -79,7 +81,8 @@ def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Fun
         name = function.__name__
         _library.define(name + _schema(function, mutates, results), tags=(torch.Tag.pt2_compliant_tag,))
         overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
-        declared = OPS[name] = Op(name, function.__module__.rpartition(".")[2], function, overload)
+        names = tuple(inspect.signature(function).parameters)
+        declared = OPS[name] = Op(name, function.__module__.rpartition(".")[2], function, overload, names)
         booleans = tuple(
             (place, argument.name, f"{name}: {argument.name}")
             for place, argument in enumerate(overload._schema.arguments)
@@ -146,21 +149,12 @@ _TYPE_ERROR = re.compile(r" must have dtype | must be on device ")
 
 
 def _refuse_gradients(op: Op, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-    tensors: list[Tensor] = []
-    for argument in (*arguments, *named.values()):
-        if isinstance(argument, Tensor):
-            tensors.append(argument)
-        elif isinstance(argument, (list, tuple)):
-            tensors += [element for element in argument if isinstance(element, Tensor)]
-    if not any(map(_gradient_error, tensors)):
-        return
-    for name, argument in op.arguments(arguments, named).items():
-        if isinstance(argument, Tensor):
-            refuse_gradient(op.name, name, argument)
-        elif isinstance(argument, (list, tuple)):
-            for index, element in enumerate(argument):
-                if isinstance(element, Tensor):
-                    refuse_gradient(op.name, f"{name}[{index}]", element)
+    for name, argument in (*zip(op.names, arguments, strict=False), *named.items()):
+        elements = argument if isinstance(argument, (list, tuple)) else (argument,)
+        for index, element in enumerate(elements):
+            if isinstance(element, Tensor) and (error := _gradient_error(element)) is not None:
+                place = name if element is argument else f"{name}[{index}]"
+                raise RuntimeError(f"{op.name}: {place} {error}")
 
 
 def _gradient_error(tensor: Tensor) -> str | None:
@@ -172,11 +166,6 @@ def _gradient_error(tensor: Tensor) -> str | None:
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         return "must not have a tangent, the op has no forward derivative; pass .detach()"
     return None
-
-
-def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
-    if error := _gradient_error(tensor):
-        raise RuntimeError(f"{op}: {name} {error}")
 
 
 def translated(op: Op, arguments: Sequence[Any], named: Mapping[str, Any], error: Exception) -> Exception:

@@ -103,9 +103,6 @@ def open_window(
     ``block_tables[g][q, x // N]`` must be ``slot_mappings[g][t] // N``. This is not checked. Only slots are saved, and
     :func:`close_window` sets each redirected entry to ``slot // N``, whatever it was before.
 
-    Raises:
-        ValueError, IndexError: on the CPU, an inconsistent request.
-
     Example:
         >>> import torch
         >>> def int32(*values):

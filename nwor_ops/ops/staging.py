@@ -52,10 +52,6 @@ def stage_kv(
 
     All tensors are on one device.
 
-    Raises:
-        IndexError: on the CPU, a row >= R; nothing is written. CUDA skips such a token. With ``VLLM_NWOR_DEBUG_SYNC=1``
-            the call then raises.
-
     Example:
         >>> import torch
         >>> staged_key, staged_value = torch.zeros(4, 1, 2), torch.zeros(4, 1, 2)
@@ -140,9 +136,6 @@ def commit_staged(
         k_scale, v_scale, kv_cache_dtype: as in :func:`write_kv`. Scales per token are ``[>= R, 1]``, one for each row.
         row_requests, row_positions: as in :func:`accept_staged`.
 
-    Raises:
-        IndexError: on the CPU, the slot of an accepted row is >= B * N.
-
     Example:
         >>> import torch
         >>> key_cache, value_cache, scale = torch.zeros(2, 2, 1, 2), torch.zeros(2, 2, 1, 2), torch.ones(1)
@@ -170,10 +163,6 @@ def move_slots(caches: list[Tensor], src_slots: Tensor, dst_slots: Tensor, page_
         dst_slots: int64 ``[C]``, contiguous. Destinations must be distinct. A move with a negative source or
             destination is skipped.
         page_offsets: as in :func:`log_slots`.
-
-    Raises:
-        IndexError: on the CPU, a source or destination >= B * N; nothing is written. CUDA skips the move, and debug
-            mode raises.
 
     Example:
         >>> import torch

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nwor_ops.arguments import type_error_in_list
-from nwor_ops.ops.registry import op, refuse_gradient
+from nwor_ops import validation
+from nwor_ops.ops.registry import op
 
 __all__ = [
     "log_slots",
@@ -50,10 +50,6 @@ def write_kv(
             of ``key``, and bytes are copied. Otherwise caches are uint8 or the float8 dtype of that format.
 
     All tensors are on one device.
-
-    Raises:
-        IndexError: on the CPU, a slot >= B * N; nothing is written. CUDA skips such a token. With
-            ``VLLM_NWOR_DEBUG_SYNC=1`` the call then raises.
 
     Example:
         >>> import torch
@@ -168,7 +164,6 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
 
     Raises:
         ValueError, TypeError: no plane, or planes of different geometries.
-        RuntimeError: a plane requires a gradient or has a tangent.
 
     Example:
         >>> import torch
@@ -179,22 +174,13 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
         >>> logs, slots, rejected = torch.zeros(2, 1, 1, 4), torch.tensor([1]), torch.tensor([True])
         >>> nwor_ops.restore_slots(caches[:1], logs, slots, rejected, plane_table=table)
     """
-    if wrong_type := type_error_in_list("plane_table: caches", caches):
-        raise wrong_type
-    for index, cache in enumerate(caches):
-        refuse_gradient("plane_table", f"caches[{index}]", cache)
+    validation.instance("plane_table: caches", caches, (list, tuple), "a list of tensors")
     if not caches:
         raise ValueError("plane_table: caches must hold at least one plane, got none")
     first = caches[0]
+    validation.tensor("plane_table: caches[0]", first)
     for index, cache in enumerate(caches):
-        if cache.is_neg() or cache.is_conj() or cache._is_zerotensor():
-            raise ValueError(f"plane_table: caches[{index}] must be a tensor with its own memory, got a lazy view")
-        for what, found, expected in (
-            ("have dtype", cache.dtype, first.dtype),
-            ("be on device", cache.device, first.device),
-        ):
-            if found != expected:
-                raise TypeError(f"plane_table: caches[{index}] must {what} {expected}, got {found}")
+        validation.tensor(f"plane_table: caches[{index}]", cache, first.dtype, device=first.device)
         if cache.shape != first.shape or cache.stride() != first.stride():
             raise ValueError(
                 f"plane_table: caches[{index}] must be of the shape and strides of caches[0], {tuple(first.shape)} and "
@@ -238,10 +224,6 @@ def restore_slots(
         plane_table: :func:`plane_table` of all planes, or None. With a table, ``caches`` holds only the first plane,
             and the host checks no other. All planes of the table are **mutated**. This is for eager and captured calls.
             torch.compile and export refuse it, because they could not see which planes are mutated.
-
-    Raises:
-        IndexError: on the CPU, a rejected row that a layer has logged in this window has a slot >= B * N; nothing is
-            written. CUDA skips the row, and debug mode raises.
 
     Example:
         >>> import torch

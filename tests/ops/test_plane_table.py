@@ -109,12 +109,6 @@ def test_planes_that_are_smaller_than_the_first_one(op):
     oracle_checks.refuse(op, with_arguments(op, arguments, caches=[more], plane_table=table), ValueError, sentence)
 
 
-def test_a_plane_that_requires_a_gradient():
-    plane = torch.zeros(2, 2, 2, 4)
-    with pytest.raises(RuntimeError, match=r"^plane_table: caches\[1\] must not require a gradient"):
-        ops.plane_table([plane, torch.zeros(2, 2, 2, 4, requires_grad=True)])
-
-
 def test_the_plane_with_the_least_room_limits_page_offsets():
     """It may be another plane than the first. Offsets that fit the first plane may exceed the storage of another."""
     pages = layouts.make_amx_pages(Shape(2, 16, 2, 16, 16, layers=2), torch.bfloat16)

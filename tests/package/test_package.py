@@ -200,24 +200,6 @@ def test_library_does_not_load() -> None:
     assert done.stdout.strip() == "the CPU library of nwor_ops does not load: wrong ELF class", done.stderr
 
 
-def test_device_without_a_kernel() -> None:
-    """XPU stands for all devices without a kernel."""
-    import torch
-
-    found = torch._C._dispatch_has_kernel_for_dispatch_key("nwor::write_kv", "XPU")
-    assert found
-    done = python(
-        "import nwor_ops\n"
-        "import torch\n"
-        "keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)\n"
-        "torch.ops.nwor.acceptance_mask_from_rejected.default.redispatch(keys, torch.zeros(1), torch.zeros(1), 1)\n"
-    )
-    assert (
-        "Refusal: acceptance_mask_from_rejected: there is no kernel for xpu; nwor_ops has kernels for cpu and "
-        "cuda, move the tensors there"
-    ) in done.stderr
-
-
 @pytest.mark.skipif(nwor_ops.LIBRARIES[1].loaded, reason="this torch has CUDA")
 def test_cuda_without_a_cuda_torch() -> None:
     assert "no CUDA; install a CUDA build of torch" in (nwor_ops.LIBRARIES[1].problem or "") or (

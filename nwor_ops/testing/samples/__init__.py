@@ -88,7 +88,7 @@ def ops_of(family: str) -> tuple[str, ...]:
 
 
 def argument_names(op: str) -> list[str]:
-    return [argument.name for argument in registry.OPS[op].overload._schema.arguments]
+    return list(registry.OPS[op].names)
 
 
 def named(op: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
