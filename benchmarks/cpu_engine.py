@@ -72,7 +72,7 @@ def measure_audit(folder: pathlib.Path, rounds: int = 6) -> list[Row]:
     """Compare two engines with mode ``cow``, 1 GiB of cache and 8 requests: one is audited."""
     from nwor_ops.cli.demo import OUTPUT_TOKENS, REAL_PROMPTS, make_job
 
-    requests = [Request(prompt, OUTPUT_TOKENS, 0) for prompt in real_model.chats(REAL_PROMPTS[:8])]
+    requests = [Request(prompt, OUTPUT_TOKENS) for prompt in real_model.chats(REAL_PROMPTS[:8])]
     job = make_job(str(real_model.model_folder()), requests, stop_token_ids=[real_model.END])
     del job["engine"]["num_gpu_blocks_override"]
     engines = {

@@ -16,31 +16,26 @@ import platform
 import shlex
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA, Finding, Load, Run, as_dict, print_loads
 from nwor_ops.cli.check import look_at, reasons_of
-from nwor_ops.cli.report import Exit, Report, Stopped, handling, make_folder, plugin_problem, versions
-from nwor_ops.config import SUGGESTED_ROWS, SWITCH, is_ours
-from nwor_ops.testing.engine_process import STOP_SECONDS, EngineFailed, Server, error_of
+from nwor_ops.cli.report import Exit, Report, Stopped, counted, handling, make_folder, plugin_problem, versions
+from nwor_ops.config import ENVIRONMENT_PREFIX, SUGGESTED_ROWS, SWITCH, NworConfig, is_ours
+from nwor_ops.testing.engine_process import LONGEST_ERROR, STOP_SECONDS, EngineFailed, Server, error_of
 
 START_SECONDS = 3600.0  # a large model may be downloaded and compiled
 WARM_UP_SEEDS = (2**31 - 1, 2**31 - 2)  # no round has them
 # The same tokens on both sides, apart from rounding. The user's arguments come after these and override them.
 TRAFFIC = ("--dataset-name", "random", "--random-input-len", "512", "--random-output-len", "256", "--temperature", "0")
 _RESET_SECONDS = 30.0
-# Every setting that could differ between the sides. The environment wins over --additional-config.
-_ALL_OFF = {
-    SWITCH: "on",
-    "VLLM_NWOR_MODE": "off",
-    "VLLM_NWOR_AUDIT": "0",
-    "VLLM_NWOR_DRAFT_GRAPHS": "0",
-    "VLLM_NWOR_RECURRENT": "0",
-    "VLLM_NWOR_DRAFT_VOCABULARY": "0",
-    "VLLM_NWOR_ON_UNSUPPORTED": "error",
+# Every setting with its default. The environment wins over --additional-config.
+_DEFAULTS = {SWITCH: "on"} | {
+    ENVIRONMENT_PREFIX + name.upper(): str(value) for name, value in asdict(NworConfig()).items()
 }
 
 
@@ -85,7 +80,7 @@ class BenchOptions:
     def settings(self, side: str) -> dict[str, str]:
         """Return the variables that this command sets for a side."""
         if side == OURS:
-            return _ALL_OFF | {feature.variable: feature.value for feature in self.features}
+            return _DEFAULTS | {feature.variable: feature.value for feature in self.features}
         return {**self.vanilla_environment, SWITCH: "off"}
 
     def environment(self, side: str) -> dict[str, str]:
@@ -142,7 +137,7 @@ def run_bench(options: BenchOptions, report: Report) -> int:
     if not options.restart:
         report.line("two starts of one engine may differ by 1 % too; --restart measures several starts", "note")
     device = f"{result['device']['count']} x {result['device']['name']}, vLLM {result['versions']['vllm']}"
-    report.line(f"{device}, {options.rounds} round{'s' * (options.rounds != 1)}, {result['seconds']:.0f} s in total")
+    report.line(f"{device}, {counted(options.rounds, 'round')}, {result['seconds']:.0f} s in total")
     report.result("all figures", options.output / "result.json", result)
     return int(result["exit_code"])
 
@@ -211,6 +206,7 @@ class Client:
 
     Raises:
         SystemExit: the client does not know an argument. Its parser has printed which one.
+        Stopped: the tokenizer cannot be loaded, which the client would only find out after the servers have started.
     """
 
     def __init__(self, arguments: Sequence[str], model: Any, log: pathlib.Path) -> None:
@@ -219,7 +215,9 @@ class Client:
         self._words = ["--tokenizer", str(model.tokenizer), "--tokenizer-mode", str(model.tokenizer_mode)]
         self._words += ["--trust-remote-code"] * bool(model.trust_remote_code)
         self._words += [*TRAFFIC, *arguments, "--save-detailed", "--disable-tqdm"]
-        self._parse(port=0, requests=1, prompts=1, seed=0)
+        parsed = self._parse(port=0, requests=1, prompts=1, seed=0)
+        if not parsed.skip_tokenizer_init:
+            _load_tokenizer(parsed)
 
     def run(self, server: Server, requests: int, prompts: int, seed: int) -> Run:
         """Send ``prompts`` requests, ``requests`` at a time, to a server with an empty prefix cache.
@@ -265,6 +263,17 @@ class Client:
         return parser.parse_args([*self._words, *words, "--ready-check-timeout-sec", "0"])
 
 
+def _load_tokenizer(parsed: argparse.Namespace) -> None:
+    from vllm.tokenizers import get_tokenizer
+
+    mode, trusted = parsed.tokenizer_mode, parsed.trust_remote_code
+    try:
+        get_tokenizer(parsed.tokenizer, tokenizer_mode=mode, trust_remote_code=trusted)
+    except Exception as error:
+        reason = textwrap.shorten(str(error), LONGEST_ERROR, placeholder=" ...")
+        raise Stopped(f"the client needs a tokenizer: {parsed.tokenizer}: {reason}", Exit.ENGINE) from None
+
+
 def _empty_prefix_cache(server: Server) -> None:
     """Empty the prefix cache, so that no run profits from an earlier one."""
     deadline = time.monotonic() + _RESET_SECONDS
@@ -298,7 +307,6 @@ def measure_rounds(
     """
     runs: dict[int, dict[str, list[Run]]] = {requests: {side: [] for side in SIDES} for requests in options.requests}
     prompts: dict[int, int] = {}  # of a run, by load; the same for all runs
-    total = options.rounds * len(options.requests) * len(SIDES)
 
     def warm_up(server: Server) -> None:
         """Run every load once. The first server's speed decides how many prompts a run of some seconds has."""
@@ -313,18 +321,18 @@ def measure_rounds(
         if not options.restart:
             with report.task(f"starting two servers, vanilla and {options.feature}"):
                 both = stack.enter_context(start(*SIDES))
-        minutes = math.ceil(total * options.seconds / 60)
-        with report.task(f"measuring {options.rounds} rounds, about {minutes} min", total) as advance:
-            for server in both.values():
-                warm_up(server)
-            for number in range(options.rounds):
+        minutes = math.ceil(options.rounds * len(options.requests) * len(SIDES) * options.seconds / 60)
+        report.notice(f"measuring {counted(options.rounds, 'round')}, about {minutes} min")
+        for server in both.values():
+            warm_up(server)
+        for number in range(options.rounds):
+            with report.task(f"round {number + 1}"):
                 for side in SIDES if number % 2 == 0 else SIDES[::-1]:
                     with contextlib.nullcontext(both) if both else start(side) as servers:
                         if not both:
                             warm_up(servers[side])
                         for requests in options.requests:
                             runs[requests][side].append(client.run(servers[side], requests, prompts[requests], number))
-                            advance()
     return runs
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nwor_ops.cli.report import GOOD, NOTE, Report
+from nwor_ops.cli.report import GOOD, NOTE, Report, counted
 
 VANILLA, OURS = "vanilla", "nwor"
 SIDES = (VANILLA, OURS)
@@ -157,7 +157,7 @@ def as_dict(load: Load) -> dict[str, Any]:
 
 def sentence(load: Load) -> str:
     """Return the result of a load as a sentence."""
-    at = f"{load.requests} request{'s' if load.requests > 1 else ''} at a time: {load.finding.value}"
+    at = f"{counted(load.requests, 'request')} at a time: {load.finding.value}"
     if load.obstacle is not None:
         return f"{at}: {load.obstacle}"
     more = f", {len(load.ratios)} of at least 6" if load.interval is None else ""

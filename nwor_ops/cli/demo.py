@@ -112,7 +112,7 @@ def make_model(options: DemoOptions, report: Report) -> tuple[str, list[Request]
             prompts = real_model.chats(REAL_PROMPTS)
     except OSError as error:
         raise Stopped(f"the model cannot be written to the cache: {error}; --model tiny does not need it") from None
-    return str(real_model.model_folder()), [Request(prompt, OUTPUT_TOKENS, 0) for prompt in prompts]
+    return str(real_model.model_folder()), [Request(prompt, OUTPUT_TOKENS) for prompt in prompts]
 
 
 def run_engines(options: DemoOptions, report: Report) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import itertools
 import json
 import logging
 import os
@@ -111,12 +110,12 @@ class Report:
             with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
                 end()
 
-    def result(self, title: str, file: pathlib.Path, value: Mapping[str, Any], **private: Any) -> None:
+    def result(self, title: str, file: pathlib.Path, value: Mapping[str, Any]) -> None:
         """Print the result, if it was asked for as JSON, and write it to a file, which is named.
 
-        The file lacks the private values. An error, such as a full disk, is printed and ends nothing.
+        An error, such as a full disk, is printed and ends nothing.
         """
-        self.json({**value, **private})
+        self.json(value)
         try:
             file.write_text(json.dumps(value, indent=2) + "\n")
         except OSError as error:
@@ -125,20 +124,16 @@ class Report:
             self.line(f"{title}: {file}")
 
     @contextlib.contextmanager
-    def task(self, title: str, parts: int | None = None) -> Iterator[Callable[[], None]]:
-        """Show the progress of a task: live on a terminal, else one line before and one after it.
-
-        Yields:
-            A function to call after each of the parts.
-        """
-        started, done = time.monotonic(), itertools.count(1)
-        if self._err.is_terminal:
-            with self._err.status(escape(title)) as status:
-                yield lambda: status.update(f"{escape(title)}: {next(done)} of {parts}")
-        else:
-            self._err.print(f"{title} ...", markup=False)
-            yield lambda: None
+    def task(self, title: str) -> Iterator[None]:
+        """Print a line before a task, and one after it."""
+        started = time.monotonic()
+        self._err.print(f"{title} ...", markup=False)
+        yield
         self._err.print(f"[green]done[/] in {time.monotonic() - started:.0f} s: {escape(title)}")
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ import torch
 
 import nwor_ops
 from nwor_ops.cli.check import look_at
-from nwor_ops.cli.report import BAD, GOOD, Exit, Report, Stopped, make_folder, versions
-from nwor_ops.config import NworConfig, switched_off
+from nwor_ops.cli.report import BAD, GOOD, Exit, Report, Stopped, counted, make_folder, versions
+from nwor_ops.config import switched_off
 from nwor_ops.testing.against_oracle import run_round
 from nwor_ops.testing.engine_process import CLOSING_SECONDS, EngineFailed, EngineProcess
 
@@ -62,24 +62,15 @@ class Result:
     command: str | None = None
     ops: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
-    vllm_error: str | None = None  # printed only
 
-    def end(self, exit_code: Exit, outcome: str, error: str | None = None, vllm_error: str | None = None) -> None:
-        self.exit_code, self.outcome, self.error, self.vllm_error = exit_code, outcome, error, vllm_error
+    def end(self, exit_code: Exit, outcome: str, error: str | None = None) -> None:
+        self.exit_code, self.outcome, self.error = exit_code, outcome, error
 
 
 def check_options(options: VerifyOptions) -> None:
-    """Check the options and settings. Raises Stopped."""
+    """Check the options. Raises Stopped."""
     if options.prompts is not None and not prompts_of(options):
         raise Stopped(f"--prompts: {options.prompts} has no prompt")
-    if options.arguments:
-        try:
-            NworConfig.load()
-            off = switched_off()
-        except ValueError as error:
-            raise Stopped(str(error)) from None
-        if off:
-            raise Stopped("VLLM_NWOR=off switches the audit off too; unset it")
     make_folder(options.output)
 
 
@@ -103,16 +94,16 @@ def run_verify(options: VerifyOptions, report: Report) -> int:
         _compare_ops(options, seconds * share, result)
     if options.arguments and result.exit_code == Exit.FINE:
         _audit_engine(options, seconds * (1 - share), report, result)
-    values = _as_dict(options, result)
-    vllm_error = values.pop("vllm_error")
-    report.result("report for a bug report", options.output / "report.json", values, vllm_error=vllm_error)
+    report.result("report for a bug report", options.output / "report.json", _as_dict(options, result))
     _print(options, result, report)
     return result.exit_code
 
 
 def check_arguments(options: VerifyOptions) -> None:
-    """Check the arguments of the engine as ``nwor-ops check`` does. Raises Stopped."""
+    """Check the arguments of the engine and the settings as ``nwor-ops check`` does. Raises Stopped."""
     config, _ = look_at(options.arguments)
+    if switched_off():
+        raise Stopped("VLLM_NWOR=off switches the audit off too; unset it")
     if config.parallel_config.data_parallel_size > 1:
         raise Stopped("--data-parallel-size must be 1: the ranks of a dense model are separate engines")
 
@@ -184,7 +175,8 @@ def _audit_engine(options: VerifyOptions, seconds: float, report: Report, result
             result.end(Exit.AUDIT, "the audit of the engine found an error", audit[1].strip())
         else:
             what = "ended by an error that the audit did not find" if result.engine else "did not start"
-            result.end(Exit.FAILED, f"the engine {what}", vllm_error=str(error))
+            result.end(Exit.FAILED, f"the engine {what}")
+            report.error(str(error))
         return
     if not audited_windows(result.engine["audits"]):
         more = "add --speculative-config, or give more --minutes"
@@ -256,14 +248,14 @@ def _as_dict(options: VerifyOptions, result: Result) -> dict[str, Any]:
 def _print(options: VerifyOptions, result: Result, report: Report) -> None:
     calls, rounds = result.ops["calls"], result.ops["rounds"]
     report.line(
-        f"{rounds} round{'s' * (rounds != 1)} of random windows on {options.device}: {sum(calls.values()):,} calls "
+        f"{counted(rounds, 'round')} of random windows on {options.device}: {sum(calls.values()):,} calls "
         f"of {len(calls)} ops compared with the oracles"
     )
     if "requests" in result.engine:
         served = ", ".join(f"{count:,} {name}" for name, count in result.engine["requests"].items())
         audits = result.engine["audits"]
         report.line(f"engine {shlex.join(options.arguments)}")
-        report.line(f"served {served}; {audited_windows(audits):,} audited steps with drafts")
+        report.line(f"served {served}; {counted(audited_windows(audits), 'audited step')} with drafts")
         if states := sum(states["states_computed"] for audit in audits for states in audit["vllm_states"]):
             report.line(f"{states:,} recurrent states of vLLM compared")
         for reason in dict.fromkeys(reason for audit in audits for reason in audit["vllm_states_not_audited"]):
@@ -272,9 +264,9 @@ def _print(options: VerifyOptions, result: Result, report: Report) -> None:
         report.line(prefix_sentence(result.engine), "prefix cache")
     style = GOOD if result.exit_code == Exit.FINE else BAD
     report.line(f"{result.outcome} (exit code {result.exit_code:d})", style=style)
-    for name in ("error", "command", "vllm_error"):
+    for name in ("error", "command"):
         if text := getattr(result, name):
-            report.line(text, name.replace("vllm_", "vLLM's "))
+            report.line(text, name)
     if result.engine:
         report.line(summary(result), "to paste")
 
@@ -291,7 +283,7 @@ def summary(result: Result) -> str:
         f"K={engine['num_speculative_tokens'] or 0}, mode {engine['settings']['mode']}",
     ]
     if result.exit_code == Exit.FINE:
-        parts.append(f"no difference in {audited_windows(engine['audits']):,} steps")
+        parts.append(f"no difference in {counted(audited_windows(engine['audits']), 'step')}")
     else:
         parts.append(result.error or result.outcome)
     return "; ".join(parts)

@@ -157,22 +157,18 @@ class AuditedEngine:
 
 def describe(config: Any) -> dict[str, Any]:
     """Return what a bug report needs of an engine's configuration, in values that cannot hold a secret."""
-    speculation, parallel = config.speculative_config, config.parallel_config
-    return {
+    from nwor_ops.vllm.check import summary_of
+
+    parallel = config.parallel_config
+    return summary_of(config) | {
         "settings": asdict(NworConfig.load(config.additional_config)),
-        "architecture": config.model_config.architecture,
         "dtype": str(config.model_config.dtype),
-        "device": config.device_config.device_type,
-        "runner": "V2" if config.use_v2_model_runner else "V1",
-        "method": None if speculation is None else speculation.method,
-        "num_speculative_tokens": None if speculation is None else speculation.num_speculative_tokens,
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "block_size": config.cache_config.block_size,
         "cache_dtype": str(config.cache_config.cache_dtype),
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "prefix_cache_retention_interval": getattr(config.cache_config, "prefix_cache_retention_interval", None),
-        "hybrid": config.model_config.is_hybrid,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_model_len": config.model_config.max_model_len,
         "cudagraph_mode": str(config.compilation_config.cudagraph_mode),

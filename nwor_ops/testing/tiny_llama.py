@@ -69,14 +69,13 @@ def successor(token: int) -> int:
     return (token + 37) % VOCABULARY
 
 
-def write_tiny_llama(folder: pathlib.Path, seed: int = SEED, size: Size = Size()) -> pathlib.Path:
-    """Write ``config.json`` and ``model.safetensors`` to ``folder``, and return it. The same seed gives the
-    same bytes."""
+def write_tiny_llama(folder: pathlib.Path, size: Size = Size()) -> pathlib.Path:
+    """Write ``config.json`` and ``model.safetensors`` to ``folder``, always the same bytes, and return it."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(size.config(), indent=2) + "\n")
-    save_file(dict(_weights(seed, size)), str(folder / "model.safetensors"), metadata={"format": "pt"})
+    save_file(dict(_weights(SEED, size)), str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
 
 
@@ -115,8 +114,6 @@ def _weights(seed: int, size: Size) -> Iterator[tuple[str, Tensor]]:
 
 REQUESTS = 24
 MAX_RUNNING = 12
-# Arrival of each request, in engine steps. More requests arrive than may run, so some must wait.
-ARRIVAL_STEPS = (0, 0, 0, 2, 5, 5, 8, 9, 12, 12, 13, 20, 20, 21, 24, 26, 28, 28, 30, 31, 32, 32, 33, 34)
 SHORTEST_PROMPT, LONGEST_PROMPT = 12, 96  # tokens
 
 
@@ -126,12 +123,10 @@ class Request:
 
     prompt: list[int]
     max_tokens: int
-    arrival_step: int
 
 
 def tiny_llama_requests(max_tokens: int) -> list[Request]:
-    """Return prompts of recurring phrases. They differ in length and arrive at different steps, so that batches mix
-    prompts and drafts."""
+    """Return prompts of recurring phrases, which differ in length."""
     generator = random.Random(7)
     requests = []
     for index in range(REQUESTS):
@@ -142,7 +137,7 @@ def tiny_llama_requests(max_tokens: int) -> list[Request]:
             prompt += generator.choice(phrases)
         # A quarter to all of max_tokens, so that requests end at different steps.
         shorter = (index * 5) % 7 * max_tokens // 8
-        requests.append(Request(prompt[:length], max_tokens - shorter, ARRIVAL_STEPS[index]))
+        requests.append(Request(prompt[:length], max_tokens - shorter))
     return requests
 
 

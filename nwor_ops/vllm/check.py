@@ -36,9 +36,8 @@ class InvalidEngine(Exception):
 # ---------------------------------------------------------------- the configuration
 
 
-def configure(arguments: Sequence[str], **defaults: Any) -> Any:
-    """Return vLLM's configuration for the arguments of ``vllm serve``. ``defaults`` are values of arguments that are
-    not given, by the names of vLLM's ``EngineArgs``.
+def configure(arguments: Sequence[str]) -> Any:
+    """Return vLLM's configuration for the arguments of ``vllm serve``.
 
     Raises:
         SystemExit: an argument is unknown or malformed; vLLM's parser has printed the reason.
@@ -50,11 +49,11 @@ def configure(arguments: Sequence[str], **defaults: Any) -> Any:
     if current_platform.is_unspecified():
         raise ValueError("vLLM finds no device on this machine; run the command on the machine of the engine")
     NworConfig.load()  # an invalid variable is not vLLM's mistake
-    return configuration(engine_arguments(arguments, **defaults))
+    return configuration(engine_arguments(arguments))
 
 
 def engine_arguments(arguments: Sequence[str], **defaults: Any) -> Any:
-    """Return vLLM's ``AsyncEngineArgs``. Arguments, defaults and errors are those of :func:`configure`."""
+    """Return vLLM's ``AsyncEngineArgs``, with ``defaults`` for arguments that are not given. Errors are as above."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -103,17 +102,10 @@ def look(vllm_config: Any) -> dict[str, Any]:
     import vllm
 
     settings = settings_of(vllm_config)
-    speculation = vllm_config.speculative_config
-    engine = {
+    engine = summary_of(vllm_config) | {
         "vllm": vllm.__version__,
-        "device": vllm_config.device_config.device_type,
-        "runner": "V2" if vllm_config.use_v2_model_runner else "V1",
         "model": vllm_config.model_config.model,
-        "architecture": vllm_config.model_config.architecture,
-        "hybrid": vllm_config.model_config.is_hybrid,
         "vocabulary": vllm_config.model_config.get_vocab_size(),
-        "method": None if speculation is None else speculation.method,
-        "num_speculative_tokens": None if speculation is None else speculation.num_speculative_tokens,
         "on_unsupported": settings.on_unsupported,
     }
     switched_on = {COW: settings.mode == COW, STAGE: settings.mode == STAGE,
@@ -121,18 +113,27 @@ def look(vllm_config: Any) -> dict[str, Any]:
                    DRAFT_VOCABULARY: settings.draft_vocabulary > 0}  # fmt: skip
     features = []
     for feature in FEATURES:
-        if speculation is None and feature != RECURRENT:
+        if vllm_config.speculative_config is None and feature != RECURRENT:
             parts: tuple[tuple[str, str], ...] = ((NO_SPECULATION, "--speculative-config"),)
         else:
             parts = _refusals(_checks_of(feature, vllm_config))
         reasons = [{"why": why, "change": change} for why, change in parts]
-        features.append(prediction(feature, switched_on[feature], reasons))
+        state = {"switched_on": switched_on[feature], "runs": not reasons, "reasons": reasons}
+        features.append({"feature": feature} | state)
     return {"engine": engine, "features": features}
 
 
-def prediction(feature: str, switched_on: bool, reasons: Sequence[dict[str, str]] = ()) -> dict[str, Any]:
-    """Return what :func:`look` says about a feature."""
-    return {"feature": feature, "switched_on": switched_on, "runs": not reasons, "reasons": list(reasons)}
+def summary_of(vllm_config: Any) -> dict[str, Any]:
+    """Return what an engine is, in values that cannot hold a secret."""
+    speculation = vllm_config.speculative_config
+    return {
+        "device": vllm_config.device_config.device_type,
+        "runner": "V2" if vllm_config.use_v2_model_runner else "V1",
+        "architecture": vllm_config.model_config.architecture,
+        "hybrid": vllm_config.model_config.is_hybrid,
+        "method": None if speculation is None else speculation.method,
+        "num_speculative_tokens": None if speculation is None else speculation.num_speculative_tokens,
+    }
 
 
 def switches_of(preview: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from engines import ENVIRONMENT, NGRAM, Engines, model_folder
 from tiny_models import write_served_llama
 
-from nwor_ops.cli.bench import BenchOptions, memory_arguments, prepare
+from nwor_ops.cli.bench import BenchOptions, Client, memory_arguments, prepare
 from nwor_ops.cli.bench_report import OURS, SIDES, VANILLA
 from nwor_ops.cli.report import Exit, Stopped
 from nwor_ops.vllm.check import configure, look
@@ -46,6 +47,13 @@ def reasons(arguments: list[str]) -> dict[str, str]:
     }
 
 
+def refused_tokenizer() -> str:
+    model = configure([model_folder()]).model_config
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(Stopped) as caught:
+        Client((), model, pathlib.Path(folder) / "client.log")
+    return str(caught.value)
+
+
 def refusals() -> list[tuple[str, str, list[str]]]:
     """Try several engines in one process, which imports vLLM once."""
     model, whole = [model_folder(), *ARGUMENTS, *SPECULATION], ["--gpu-memory-utilization", "0.7"]
@@ -66,6 +74,8 @@ def test_refusals_come_before_a_server_starts(engines: Engines) -> None:
     """The engine of a CPU has only the transaction. Both servers share the memory unless they start in turn."""
     why = engines.submit(reasons, [model_folder(), *ARGUMENTS, *SPECULATION]).result()
     answers = engines.submit(refusals).result()
+    tokenizer = engines.submit(refused_tokenizer).result()
+    assert tokenizer.startswith(f"the client needs a tokenizer: {model_folder()}: ")
     expected = [
         (Exit.REFUSED, f"draft graphs will be refused: {why['draft graphs']}"),
         (Exit.REFUSED, f"recurrent will be refused: {why['recurrent']}"),

@@ -20,7 +20,7 @@ from engines import NGRAM, Engines, model_folder, prompts
 from nwor_ops.cli.check import outcome_of, print_preview
 from nwor_ops.cli.report import Exit, Report
 from nwor_ops.cli.verify_engine import SMALL_ENGINE, configuration_of, describe, hides_states_of_vanilla
-from nwor_ops.vllm.check import FEATURES, InvalidEngine, configure, look, prediction, switches_of
+from nwor_ops.vllm.check import FEATURES, InvalidEngine, configuration, configure, engine_arguments, look, switches_of
 from nwor_ops.vllm.support.refusals import REFUSALS
 
 # The arguments of vllm serve for the engines of these tests.
@@ -195,8 +195,12 @@ def printed(capsys: pytest.CaptureFixture[str], *features: dict[str, Any], **cha
     return capsys.readouterr().out
 
 
+def prediction(feature: str, switched_on: bool, *reasons: dict[str, str]) -> dict[str, Any]:
+    return {"feature": feature, "switched_on": switched_on, "runs": not reasons, "reasons": reasons}
+
+
 def test_switches_that_help_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = tuple(prediction(feature, False, [{"why": "x", "change": ""}]) for feature in FEATURES[2:])
+    refused = tuple(prediction(feature, False, {"why": "x", "change": ""}) for feature in FEATURES[2:])
     runs = tuple(prediction(feature, False) for feature in FEATURES)
     layers = "LlamaForCausalLM has no recurrent layers"
     for predictions, changes, line in (
@@ -212,8 +216,8 @@ def test_switches_that_help_are_named(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_last_line_says_whether_engine_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = prediction("stage", True, [{"why": "the cache is too small", "change": "--max-num-seqs"}])
-    off = prediction("draft graphs", False, [{"why": "the method has its own graphs", "change": ""}])
+    refused = prediction("stage", True, {"why": "the cache is too small", "change": "--max-num-seqs"})
+    off = prediction("draft graphs", False, {"why": "the method has its own graphs", "change": ""})
     runs = prediction("recurrent", True)
     text = printed(capsys, refused, off, runs)
     assert text.endswith("The engine will not start: stage will be refused.\n")
@@ -242,8 +246,10 @@ def test_refusals_name_arguments_of_vllm() -> None:
 def test_arguments_override_defaults_of_small_engine() -> None:
     """The CPU platform sets the memory of the cache itself, so it is not compared."""
     words = [model_folder(), "--skip-tokenizer-init"]
-    small = configure(words, **SMALL_ENGINE)
-    given = configure([*words, "--max-num-seqs", "8", "--max-model-len", "64"], **SMALL_ENGINE)
+    small, given = (
+        configuration(engine_arguments([*words, *more], **SMALL_ENGINE))
+        for more in ((), ("--max-num-seqs", "8", "--max-model-len", "64"))
+    )
     assert (small.scheduler_config.max_num_seqs, given.scheduler_config.max_num_seqs) == (16, 8)
     with pytest.raises(InvalidEngine, match=r"^--model must have a value$"):
         configure(["--model"])
