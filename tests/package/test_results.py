@@ -123,14 +123,19 @@ def test_documents_name_each_file() -> None:
 
 LOADS = (1, 16, 64, 128)
 # README's rows by their first cells: machine, file and ratio.
-BUSY = "h200", "gpu_engine_hybrid_busy_host"
+SIDES = "h200", "gpu_engine_hybrid_sides"
 GAINS = {
-    "`recurrent` | vLLM's default": ("h200", "gpu_hybrid", "e2e_recurrent/over_default"),
-    "`recurrent` | the best vanilla, busy host": (*BUSY, "e2e/recurrent/over/bfloat16+fp8_head"),
-    "`draft_vocabulary` | the best vanilla, busy host": (*BUSY, "e2e/vocabulary/over/bfloat16+fp8_head"),
-    "both | vLLM's default": ("h200", "gpu_engine_hybrid", "e2e/recurrent+vocabulary/over/vanilla"),
-    "both | the best vanilla": ("h200", "gpu_engine_hybrid", "e2e/recurrent+vocabulary/over/bfloat16+fp8_head"),
-    "both | the best vanilla, busy host": (*BUSY, "e2e/recurrent+vocabulary/over/bfloat16+fp8_head"),
+    "`recurrent` | the best vanilla": (*SIDES, "e2e/recurrent/over/bfloat16+fp8_head"),
+    "`draft_vocabulary` | the best vanilla": (*SIDES, "e2e/vocabulary/over/bfloat16+fp8_head"),
+    "both | the best vanilla": (*SIDES, "e2e/recurrent+vocabulary/over/bfloat16+fp8_head"),
+    "both, chunk form and bfloat16 states | the best vanilla": (
+        *SIDES, "e2e/bfloat16+chunk+vocabulary/over/bfloat16+fp8_head"
+    ),
+    "both | the best vanilla, quieter run": (
+        "h200", "gpu_engine_hybrid", "e2e/recurrent+vocabulary/over/bfloat16+fp8_head"
+    ),
+    "both | vLLM's default, quieter run": ("h200", "gpu_engine_hybrid", "e2e/recurrent+vocabulary/over/vanilla"),
+    "`recurrent` | vLLM's default, older run": ("h200", "gpu_hybrid", "e2e_recurrent/over_default"),
     "`draft_vocabulary` | `recurrent` on both sides": (
         "h200", "gpu_engine_hybrid", "e2e/recurrent+vocabulary/over/recurrent"
     ),
