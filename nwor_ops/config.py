@@ -26,7 +26,7 @@ _RECURRENT: dict[str, bool | str] = {**_BOOLEANS, "on": True, "exact": True, "of
 
 @dataclass(frozen=True)
 class NworConfig:
-    """The settings of the plugin. All but words may also be text, as in the environment: ``"1"`` or ``"0"``.
+    """The settings of the plugin. Switches and numbers may also be text, as in the environment: ``"1"``, ``"no"``.
 
     Attributes:
         mode: ``"off"``: no transaction. ``"cow"``: an undo log. Log what the drafts overwrite, and undo the rejected
@@ -59,10 +59,9 @@ class NworConfig:
         for name, allowed in _WORDS.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"nwor: {name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        for name, convert in (
-            ("audit", _boolean), ("draft_graphs", _boolean), ("recurrent", _form), ("draft_vocabulary", _rows),
-        ):  # fmt: skip
-            object.__setattr__(self, name, convert(name, getattr(self, name)))
+        for name in ("audit", "draft_graphs", "recurrent"):
+            object.__setattr__(self, name, _switch(name, getattr(self, name)))
+        object.__setattr__(self, "draft_vocabulary", _rows(self.draft_vocabulary))
 
     @property
     def wants_transaction(self) -> bool:
@@ -144,22 +143,19 @@ class CarriedSettings(dict[str, Any]):
         return NworConfig.load({ADDITIONAL_CONFIG_KEY: self})
 
 
-def _boolean(name: str, value: Any, words: Mapping[str, Any] = _BOOLEANS, expected: str = "0 or 1") -> Any:
-    switch = words.get(value.lower()) if isinstance(value, str) else value if isinstance(value, bool) else None
+def _switch(name: str, value: Any) -> Any:
+    """Return False, True, or the name of a form of ``recurrent`` other than the exact one."""
+    words, more = (_RECURRENT, "0, 1, off, exact or chunk") if name == "recurrent" else (_BOOLEANS, "0 or 1")
+    switch = words.get(str(value).lower())
     if switch is None:
-        raise ValueError(f"nwor: {name} must be true, false, {expected}, got {value!r}")
+        raise ValueError(f"nwor: {name} must be true, false, {more}, got {value!r}")
     return switch
 
 
-def _form(name: str, value: Any) -> Any:
-    """Return False, True for the exact form, or the name of another form."""
-    return _boolean(name, value, _RECURRENT, "0, 1, off, exact or chunk")
-
-
-def _rows(name: str, value: Any) -> int:
+def _rows(value: Any) -> int:
     is_number = re.fullmatch(r"\d{1,10}", value) if isinstance(value, str) else type(value) is int
     if not is_number or not 0 <= int(value) < 2**31:
-        raise ValueError(f"nwor: {name} must be a number of tokens, 0 or more, got {value!r}")
+        raise ValueError(f"nwor: draft_vocabulary must be a number of tokens, 0 or more, got {value!r}")
     return int(value)
 
 

@@ -75,7 +75,7 @@ def test_settings_add_nothing_to_a_configuration() -> None:
 
 
 def test_environment_wins() -> None:
-    config = NworConfig.load({"nwor": {"mode": "cow", "audit": True}}, {"VLLM_NWOR_MODE": "off"})
+    config = NworConfig.load({"nwor": {"mode": "cow", "audit": 1}}, {"VLLM_NWOR_MODE": "off"})
     assert config == NworConfig(mode="off", audit=True)
     config = NworConfig.load({"nwor": {"draft_graphs": False}}, {"VLLM_NWOR_DRAFT_GRAPHS": "1"})
     assert (config.draft_graphs, config.wants_transaction) == (True, False)
@@ -86,7 +86,7 @@ def test_environment_wins() -> None:
     [
         ({"nwor": {"mod": "cow"}}, {}, "unknown settings \\['mod'\\]; known are mode, audit, on_unsupported, on_error"),
         ({"nwor": {"mode": "on"}}, {}, "mode must be one of off, cow, stage, got 'on'"),
-        ({"nwor": {"audit": 1}}, {}, "audit must be true, false, 0 or 1, got 1"),
+        ({"nwor": {"audit": 2}}, {}, "audit must be true, false, 0 or 1, got 2"),
         ({"nwor": {"draft_graphs": "maybe"}}, {}, "draft_graphs must be true, false, 0 or 1, got 'maybe'"),
         ({"nwor": {"draft_vocabulary": True}}, {}, "draft_vocabulary must be a number of tokens, 0 or more, got True"),
         ({}, {"VLLM_NWOR_DRAFT_VOCABULARY": "-1"}, "nwor: VLLM_NWOR_DRAFT_VOCABULARY must be a number of tokens, 0 or"),
@@ -94,11 +94,7 @@ def test_environment_wins() -> None:
         ({}, {"VLLM_NWOR_MODE": "stage2"}, "nwor: VLLM_NWOR_MODE must be one of"),
         ({}, {"VLLM_NWOR_MODUS": "cow"}, "unknown environment variable VLLM_NWOR_MODUS; known are"),
         ({}, {"VLLM_NWOR": "0"}, "VLLM_NWOR must be on or off, got '0'"),
-        (
-            {"nwor": {"audit": 1}},
-            {"VLLM_NWOR_AUDIT": "maybe"},
-            "nwor: VLLM_NWOR_AUDIT must be true, false, 0 or 1, got",
-        ),
+        ({"nwor": {"audit": 1}}, {"VLLM_NWOR_AUDIT": "x"}, "nwor: VLLM_NWOR_AUDIT must be true, false, 0 or 1, got"),
         ({}, {"VLLM_NWOR_ON_UNSUPPORTED": "ignore"}, "VLLM_NWOR_ON_UNSUPPORTED must be one of error, vanilla"),
         ({}, {"VLLM_NWOR_ON_ERROR": "vanilla"}, "VLLM_NWOR_ON_ERROR must be one of continue, stop"),
         (None, {"VLLM_NWOR_DEBUG_SYNC": "yes"}, "VLLM_NWOR_DEBUG_SYNC must be 0, 1, false or true, got"),

@@ -1240,7 +1240,7 @@ def test_settings_of_each_form() -> None:
     for wrong in ("", "2", "lazy"):
         with pytest.raises(ValueError, match="VLLM_NWOR_RECURRENT must be true, false, 0, 1, off, exact or chunk"):
             NworConfig.load({}, {"VLLM_NWOR_RECURRENT": wrong})
-    for other in (1, None, "lazy"):
+    for other in (2, None, "lazy"):
         with pytest.raises(ValueError, match="nwor: recurrent must be true, false, 0, 1, off, exact or chunk, got"):
             NworConfig.load({"nwor": {"recurrent": other}}, {})
 
