@@ -9,13 +9,16 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from nwor_ops.ops import registry
+from nwor_ops.ops import bound, registry
 
 MIN_TORCH = (2, 11)  # as in pyproject.toml, from which setup.py derives the version of the stable ABI
 STABLE_ABI_TARGET = f"{MIN_TORCH[0]}.{MIN_TORCH[1]}"
@@ -23,7 +26,11 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 
 # Dispatch keys of views that torch resolves when they are read. A kernel would read the unresolved memory, and torch's
 # default for these keys copies mutated arguments, including whole caches.
-_LAZY_VIEWS = {"Negative": "a negative view", "Conjugate": "a conjugate view", "ZeroTensor": "a zero without memory"}
+_LAZY_VIEWS = {
+    "Negative": ("a negative view", Tensor.is_neg),
+    "Conjugate": ("a conjugate view", Tensor.is_conj),
+    "ZeroTensor": ("a zero without memory", Tensor._is_zerotensor),
+}
 
 
 @dataclass(frozen=True)
@@ -81,11 +88,15 @@ def _load(kind: str, dispatch_key: str) -> CompiledLibrary:
     return CompiledLibrary(kind, dispatch_key, path, problem)
 
 
-def _refuse(op: str, dispatch_key: str, error: type[Exception], sentence: str) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise error(f"{op}: {sentence}")
+def _refuse_device(op: str, problem: str, *arguments: Any) -> NoReturn:
+    raise registry.Refusal(f"{op}: {problem}")
 
-    registry.implement(op, refuse, dispatch_key)
+
+def _refuse_view(op: str, view: str, is_lazy: Callable[[Tensor], bool], *arguments: Any) -> NoReturn:
+    declared = getattr(getattr(torch.ops, registry.NAMESPACE), op).default._schema.arguments
+    named = zip((argument.name for argument in declared), arguments, strict=False)
+    name = next(name for name, value in named if any(map(is_lazy, filter(torch.is_tensor, tree_leaves(value)))))
+    raise ValueError(f"{op.removeprefix('_bind_')}: {name} must have its own memory, got {view}; pass a copy")
 
 
 @cache
@@ -97,10 +108,10 @@ def loaded_libraries() -> tuple[CompiledLibrary, ...]:
     check_torch()
     check_fakes()
     libraries = (_load("cpu", "CPU"), _load("cuda", "CUDA"))
-    for op in registry.OPS:
+    for op in (*registry.OPS, *bound.NAMES):
         for library in libraries:
             if library.problem:
-                _refuse(op, library.dispatch_key, registry.Refusal, library.problem)
-        for key, view in _LAZY_VIEWS.items():
-            _refuse(op, key, ValueError, f"every argument must have its own memory, got {view}; pass a copy")
+                registry.implement(op, partial(_refuse_device, op, library.problem), library.dispatch_key)
+        for key, (view, is_lazy) in _LAZY_VIEWS.items():
+            registry.implement(op, partial(_refuse_view, op, view, is_lazy), key)
     return libraries

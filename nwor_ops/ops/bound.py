@@ -28,7 +28,8 @@ BINDABLE = (
     "plan_window", "open_window", "reject_rows", "close_window", "close_window_from_rejected", "restore_slots",
     "restore_slots_from_rejected",
 )  # fmt: skip
-_NAMES = (*BINDABLE, "_begin_bound", "_begin_redirected_bound", "_commit_bound", "_commit_tokens_bound")
+_STEPS = ("_begin_bound", "_begin_redirected_bound", "_commit_bound", "_commit_tokens_bound")
+NAMES = (*(f"_bind_{op}" for op in BINDABLE), *_STEPS)  # of the ops that are declared here
 
 
 def _declare(name: str, schema: str) -> Callable[..., Any]:
@@ -107,4 +108,4 @@ def own_error(error: BaseException) -> BaseException:
     """Return the error of a bound call with the type that the caller should see."""
     if not isinstance(error, (ValueError, TypeError, RuntimeError)):
         return error
-    return registry.with_own_type(error, *_NAMES)
+    return registry.with_own_type(error, *BINDABLE, *_STEPS)

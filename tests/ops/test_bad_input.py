@@ -250,7 +250,7 @@ def test_conjugate_and_zero_views_are_refused():
     pages, slots = torch.randn(1, 4, 1, 2, dtype=torch.complex64), torch.tensor([0])
     before = pages.clone()
     for plane, view in ((pages.conj(), "conjugate view"), (torch._efficientzerotensor(1, 4, 1, 2), "zero without")):
-        with pytest.raises(ValueError, match=rf"^move_slots: every argument must have its own memory, got a {view}"):
+        with pytest.raises(ValueError, match=rf"^move_slots: caches must have its own memory, got a {view}"):
             ops.move_slots([plane], slots, slots + 1)
     assert torch.equal(pages, before)
 

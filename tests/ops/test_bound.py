@@ -220,6 +220,7 @@ def test_a_handle_on_the_device_is_refused(device):
 
 WRONG_STEPS = {
     "another dtype": (0, lambda t: t.long(), TypeError, "plan_window: query_start_loc must have dtype torch.int32"),
+    "a lazy view": (0, torch._neg_view, ValueError, "^_begin_bound: query_start_loc must have its own memory"),
     "too short": (0, lambda t: t[:4], ValueError, r"plan_window: query_start_loc must be \[num_requests \+ 1\]"),
     "not contiguous": (1, lambda t: t.repeat_interleave(2)[::2], ValueError, "cu_num_draft_tokens must be contiguous"),
     "more requests": (1, lambda t: t.repeat(4), ValueError, "plan_window: num_requests must be from 0 to the 4"),
@@ -299,6 +300,9 @@ def test_bind_checks_as_the_op(op):
     assert str(by_bind.value) == str(by_op.value)
     with pytest.raises(TypeError, match=f"^{op}: missing a required argument"):
         bind(op)
+    lazy = torch._neg_view(named(op, arguments)[name])
+    with pytest.raises(ValueError, match=f"^{op}: {name} must have its own memory, got a negative view"):
+        bind(op, **named(op, with_arguments(op, arguments, **{name: lazy})))
 
 
 def test_a_trace_refuses_bound_calls():

@@ -184,9 +184,9 @@ def wrong_dims(op: str, device: str) -> Iterator[Case]:
 
 def lazy_view(op: str, device: str) -> Iterator[Case]:
     """An argument is a view that torch resolves when it is read. A kernel would read the unresolved memory."""
-    for name, _, value, call in _replacements(op, device, is_tensor):
+    for name, argument, value, call in _replacements(op, device, is_tensor):
         if value is not None and value.dtype != torch.bool:
-            sentence = "every argument must have its own memory, got a negative view"
+            sentence = f"{argument.name} must have its own memory, got a negative view"
             yield Case(f"{name} negative", call(torch._neg_view(value)), ValueError, sentence)
 
 
