@@ -324,11 +324,7 @@ class Session:
         counts = self.manager.stats(values).as_dict()
         steps = self.vanilla_steps + Counter({_TOO_MANY: counts.pop("overflowed")})
         del steps[_CANCELLED]  # it has its own metric
-        return {
-            **counts,
-            **by_reason("vanilla_steps", steps),
-            **by_reason("errors", self.errors.counts),
-        }
+        return {**counts, **by_reason("vanilla_steps", steps), **by_reason("errors", self.errors.counts)}
 
     def stats(self) -> Stats:
         """Return the totals so far. Synchronizes with the device."""

@@ -18,13 +18,7 @@ from torch import Tensor
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.window import Layout
 from nwor_ops.vllm.hooks import Hook
-from nwor_ops.vllm.support.refusals import (
-    ALL_RECURRENT,
-    TAKEN_LAYERS,
-    UNNAMED_LAYERS,
-    Check,
-    Unsupported,
-)
+from nwor_ops.vllm.support.refusals import ALL_RECURRENT, TAKEN_LAYERS, UNNAMED_LAYERS, Check, Unsupported
 from nwor_ops.vllm.transaction.connectors import ConnectorAttachment
 from nwor_ops.vllm.transaction.layers.back_ends import (
     KIMI_ATTENTION,
