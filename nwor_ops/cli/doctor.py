@@ -129,19 +129,21 @@ def _vllm() -> Iterator[Finding]:
     try:
         from nwor_ops.vllm import check_hooks
 
-        rows = check_hooks()
-        yield _settings({row["feature"] for row in rows if row["needed"]})
+        yield _settings()
         problem = plugin_problem()
         yield Finding(VLLM, "loading", problem is None, problem or "vLLM loads the plugin by its entry point")
-        for row in rows:
+        for row in check_hooks():
             yield Finding(VLLM, row["hook"], row["ok"] or (False if row["needed"] else None), row["detail"])
     except Exception as error:
         yield Finding(VLLM, "vllm", False, f"is installed, but checking it failed: {type(error).__name__}: {error}")
 
 
-def _settings(possible: set[str]) -> Finding:
+def _settings() -> Finding:
     """Read the variables as a server does. It does not start if one is invalid, or if its feature cannot run here."""
-    from nwor_ops.vllm.support.features import DRAFT_GRAPHS, DRAFT_VOCABULARY, RECURRENT
+    from vllm.platforms import current_platform
+
+    from nwor_ops.vllm.hooks import version_problem
+    from nwor_ops.vllm.support.features import DEVICES, DRAFT_GRAPHS, DRAFT_VOCABULARY, RECURRENT, TRANSACTION
 
     try:
         config = NworConfig.load()
@@ -149,9 +151,11 @@ def _settings(possible: set[str]) -> Finding:
         return Finding(VLLM, "settings", False, str(error))
     if switched_off():
         return Finding(VLLM, "settings", True, "VLLM_NWOR=off switches everything off")
-    features = (DRAFT_GRAPHS, RECURRENT, DRAFT_VOCABULARY)
-    switched_on = (feature for feature in features if getattr(config, feature.replace(" ", "_")))
-    if impossible := [feature for feature in switched_on if feature not in possible]:
+    switched_on = {TRANSACTION: config.mode != "off", DRAFT_GRAPHS: config.draft_graphs, RECURRENT: config.recurrent,
+                   DRAFT_VOCABULARY: config.draft_vocabulary}  # fmt: skip
+    device = current_platform.device_type
+    absent = [feature for feature in DEVICES if version_problem(feature) or device not in DEVICES[feature]]
+    if impossible := [feature for feature in absent if switched_on[feature]]:
         detail = f"this vLLM or its device cannot have: {', '.join(impossible)}; nwor-ops check says why"
         return Finding(VLLM, "settings", not config.strict, detail)
     return Finding(VLLM, "settings", True, "every variable is valid")

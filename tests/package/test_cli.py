@@ -110,16 +110,18 @@ def test_doctor_finds_invalid_settings(variable, value, name, monkeypatch, capsy
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("variable", ["VLLM_NWOR_RECURRENT", "VLLM_NWOR_DRAFT_GRAPHS", "VLLM_NWOR_DRAFT_VOCABULARY"])
-def test_doctor_finds_feature_without_gpu(variable, monkeypatch):
-    """Such a server starts only if it may go on without the feature."""
+@pytest.mark.parametrize("feature", ["recurrent", "draft graphs", "draft vocabulary", "transaction"])
+def test_doctor_finds_feature_without_device(feature, monkeypatch):
+    """Such a server starts only if it may go on without the feature. A transaction needs a GPU or vLLM's CPU engine."""
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", "0.33.0")
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
     assert next(doctor._vllm()).ok is True
-    monkeypatch.setenv(variable, "1")
+    if feature == "transaction":
+        monkeypatch.setattr("vllm.platforms.current_platform.device_type", "")
+    else:
+        monkeypatch.setenv("VLLM_NWOR_" + feature.replace(" ", "_").upper(), "1")
     finding = next(doctor._vllm())
-    assert (finding.name, finding.ok) == ("settings", False)
-    assert variable.removeprefix("VLLM_NWOR_").replace("_", " ").lower() in finding.detail
+    assert (finding.name, finding.ok, feature in finding.detail) == ("settings", False, True)
     monkeypatch.setenv("VLLM_NWOR_ON_UNSUPPORTED", "vanilla")
     assert next(doctor._vllm()).ok is True
 
@@ -230,10 +232,7 @@ def test_missing_package_is_named(command, package, code, source):
 
 @pytest.mark.parametrize(
     ("imported", "unwanted"),
-    [
-        ("nwor_ops, nwor_ops.cli", ("typer", "rich", "vllm")),
-        ("nwor_ops_cli", ("torch", "nwor_ops", "vllm")),
-    ],
+    [("nwor_ops, nwor_ops.cli", ("typer", "rich", "vllm")), ("nwor_ops_cli", ("torch", "nwor_ops", "vllm"))],
 )
 def test_import_loads_nothing_optional(imported, unwanted):
     """``nwor-ops --help`` answers before torch is imported."""
