@@ -10,10 +10,7 @@ METRICS = {
     "rejected": ("nwor_rejected_tokens", "Number of draft tokens rejected or cancelled: undone, or never written."),
     "cancelled": ("nwor_cancelled_windows", "Number of windows whose drafts were all undone because the step failed."),
     "abandoned": ("nwor_abandoned_windows", "Number of windows that ended without an undo, leaving rows of drafts."),
-    "vanilla_steps": (
-        "nwor_vanilla_steps",
-        "Number of steps with drafts that ran without the transaction, by reason.",
-    ),
+    "vanilla_steps": ("nwor_vanilla_steps", "Number of steps with drafts that ran without the transaction, by reason."),
     "draft_graph_replays": ("nwor_draft_graph_replays", "Number of draft model passes that ran as one graph launch."),
     "draft_eager_reasons": (
         "nwor_draft_eager_passes",
@@ -32,10 +29,7 @@ METRICS = {
         "nwor_draft_vocabulary_missed",
         "Number of these tokens that were outside the draft vocabulary, so that no drafter could propose them.",
     ),
-    "errors": (
-        "nwor_errors",
-        "Number of errors of nwor_ops after which the engine went on, by reason. Should be 0.",
-    ),
+    "errors": ("nwor_errors", "Number of errors of nwor_ops after which the engine went on, by reason. Should be 0."),
 }
 BY_REASON = ("vanilla_steps", "draft_eager_reasons", "errors")  # with the label "reason"
 # Gauges.
