@@ -577,7 +577,7 @@ struct ChunkJob {
 // runs all tokens of one request on some rows of one head's state. A warp takes 16 rows at a time.
 // `kTokens`: 4 or 8, at least the tokens of a window. `kStoresAll`: whether there is `all_states`. Then a
 // state is folded for each token, which is slow.
-// Its registers: with 80 a bfloat16 state leaves room for more blocks, a float32 state would spill.
+// Three blocks fit a multiprocessor with 80 registers per thread. With a float32 state these would spill.
 template <class State, int kTokens, bool kStoresAll>
 __global__ void __launch_bounds__(kThreads, kStoresAll              ? 1
                                             : Tile<State>::kIsFloat ? 2

@@ -275,10 +275,10 @@ class KVCacheInterceptor(BoundToMemory):
     Attributes:
         refused_windows: number of windows that the buffer refused.
 
-    A window that the buffer refuses at begin (too many rows, an invalid dtype) is written directly, keeps all its rows,
-    and is counted. So is every write without begin, as in profiling and warm-up, but it does not count. A later error
-    propagates; then call :meth:`cancel`. The decision is made in Python, so it suits engines whose write site runs in
-    Python. Compiled code and CUDA graphs should call :meth:`StagingBuffer.stage` directly.
+    A window that the buffer refuses at begin (too many rows, an invalid dtype) is counted and written directly: it
+    keeps all its rows. Writes without begin, as in profiling and warm-up, are direct too. A later error propagates;
+    then call :meth:`cancel`. The decision is made in Python, so it suits engines whose write site runs in Python.
+    Compiled code and CUDA graphs should call :meth:`StagingBuffer.stage` directly.
 
     Example:
         >>> import torch
