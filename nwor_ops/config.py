@@ -155,7 +155,7 @@ def _switch(name: str, value: Any) -> Any:
 def _rows(value: Any) -> int:
     is_number = re.fullmatch(r"\d{1,10}", value) if isinstance(value, str) else type(value) is int
     if not is_number or not 0 <= int(value) < 2**31:
-        raise ValueError(f"nwor: draft_vocabulary must be a number of tokens, 0 or more, got {value!r}")
+        raise ValueError(f"nwor: draft_vocabulary must be a number of tokens, 0 to 2147483647, got {value!r}")
     return int(value)
 
 
