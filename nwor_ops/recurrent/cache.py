@@ -159,8 +159,8 @@ class RecurrentCache(BoundToMemory):
 
 
 @dataclass(frozen=True)
-class RecurrentLayer(BoundToMemory):
-    """A layer with one state per request.
+class FoldedLayer(BoundToMemory):
+    """A layer whose pending rows are folded.
 
     Attributes:
         cache: its states and records.
@@ -174,8 +174,8 @@ class RecurrentLayer(BoundToMemory):
 class Fold(BoundToMemory):
     """The launches that fold layers: one for all layers of equal geometry."""
 
-    def __init__(self, layers: Iterable[RecurrentLayer]) -> None:
-        by_geometry: dict[tuple[object, ...], list[RecurrentLayer]] = {}
+    def __init__(self, layers: Iterable[FoldedLayer]) -> None:
+        by_geometry: dict[tuple[object, ...], list[FoldedLayer]] = {}
         for layer in layers:
             by_geometry.setdefault(layer.cache.geometry, []).append(layer)
         self._launches = [

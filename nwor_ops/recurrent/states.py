@@ -11,7 +11,7 @@ from torch import Tensor
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import has_no_data
 from nwor_ops.overlap import Area, first_overlap
-from nwor_ops.recurrent.cache import Fold, RecurrentCache, RecurrentLayer
+from nwor_ops.recurrent.cache import Fold, FoldedLayer, RecurrentCache
 from nwor_ops.recurrent.cursors import Cursors
 from nwor_ops.torch_fixes import static
 from nwor_ops.transaction.protocol import State, Stateful, is_capturing
@@ -19,7 +19,7 @@ from nwor_ops.transaction.protocol import State, Stateful, is_capturing
 _SLOT_DTYPES = (torch.int32, torch.int64)
 
 
-class RecurrentStates(Stateful[RecurrentLayer]):
+class RecurrentStates(Stateful[FoldedLayer]):
     """The states of all linear-attention layers, which never contain rejected draft tokens.
 
     A request keeps its slot from step to step. It may be missing from a batch; its rows then stay pending. Between
@@ -58,7 +58,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
 
     _called = "states"
     _cache_type = RecurrentCache
-    _layers: dict[str, RecurrentLayer]
+    _layers: dict[str, FoldedLayer]
 
     def __init__(self, *, max_num_requests: int, device: torch.device | str) -> None:
         self.max_num_requests = validation.integer("RecurrentStates: max_num_requests", max_num_requests)
@@ -96,7 +96,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             )
         self.num_slots, self.max_window = sizes
         self.chunk = cache.chunk
-        self._layers[name] = RecurrentLayer(cache, torch.zeros(1, dtype=torch.int64, device=self.device))
+        self._layers[name] = FoldedLayer(cache, torch.zeros(1, dtype=torch.int64, device=self.device))
 
     def allocate(self) -> None:
         """Allocate cursors, plan and the buffers of a window. Nothing is pending afterwards.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.recurrent.cache import CHUNK, Fold, RecurrentCache, RecurrentLayer
+from nwor_ops.recurrent.cache import CHUNK, Fold, FoldedLayer, RecurrentCache
 from nwor_ops.recurrent.cursors import Cursors
 from nwor_ops.vllm.environment import settings_of
 from nwor_ops.vllm.recurrent.models import model_of
@@ -120,7 +120,7 @@ class GroupLayers:
         self.cursors = cursors
         self.layers = {layer.prefix: layer for layer in layers}
         self._neutral: Tensor | None = None  # layers of a group have records of one geometry
-        self._fold = Fold(RecurrentLayer(layer.recurrent_cache, layer.layer_window) for layer in layers)
+        self._fold = Fold(FoldedLayer(layer.recurrent_cache, layer.layer_window) for layer in layers)
 
     def begin_chunk(self, slots: Tensor, positions: Tensor) -> None:
         """Let blocks with nothing pending begin in the middle of a chunk, as if its earlier rows were pending.
