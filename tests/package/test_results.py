@@ -131,13 +131,8 @@ GAINS = {
     "both, chunk form and bfloat16 states | the best vanilla": (
         *SIDES, "e2e/bfloat16+chunk+vocabulary/over/bfloat16+fp8_head"
     ),
-    "both | the best vanilla, quieter run": (
-        "h200", "gpu_engine_hybrid", "e2e/recurrent+vocabulary/over/bfloat16+fp8_head"
-    ),
-    "both | vLLM's default, quieter run": ("h200", "gpu_engine_hybrid", "e2e/recurrent+vocabulary/over/vanilla"),
-    "`recurrent` | vLLM's default, older run": ("h200", "gpu_hybrid", "e2e_recurrent/over_default"),
-    "`draft_vocabulary` | `recurrent` on both sides": (
-        "h200", "gpu_engine_hybrid", "e2e/recurrent+vocabulary/over/recurrent"
+    "`draft_vocabulary`, EAGLE | the same engine without it": (
+        "h200", "gpu_engine_llama_vocabulary", "e2e/eagle+vocabulary/over/eagle"
     ),
     "`draft_graphs` | vLLM's default, V2": ("h200", "gpu_draft_model", "e2e_draft_model"),
     "`draft_graphs` | the same in V1, the best with a draft model": (
