@@ -170,7 +170,7 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str, tuple[Any, ...], Any]] = [
     ("DraftBuffers.register", BUFFERS.register, {}, "temperature", NO_TENSORS, TypeError),
     ("nwor", NworConfig, {}, "mode", (None, 3, "banana", []), ValueError),
     ("nwor", NworConfig, {}, "on_unsupported", (None, 3, "banana"), ValueError),
-    ("nwor", NworConfig, {}, "audit", (None, 1, "maybe"), ValueError),
+    ("nwor", NworConfig, {}, "audit", (None, 2, "maybe"), ValueError),
 ]  # fmt: skip
 
 
