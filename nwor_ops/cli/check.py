@@ -38,7 +38,8 @@ def look_at(arguments: Sequence[str], settings: Mapping[str, str] | None = None)
         is_missing = not model.startswith("-") and not os.path.exists(model)
         if is_missing and (cause is OSError or "huggingface_hub" in cause.__module__):
             subject = f"there is no folder {model}, and vLLM could not load a model of this name"
-        raise Stopped(f"{subject}: {error}", Exit.ENGINE) from None
+        message = str(error).replace("Please check the logs for more details", "VLLM_LOGGING_LEVEL=ERROR prints why")
+        raise Stopped(f"{subject}: {message}", Exit.ENGINE) from None
     except ValueError as error:
         raise Stopped(str(error)) from None
     except SystemExit as end:  # vLLM's parser has printed the reason

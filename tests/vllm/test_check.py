@@ -13,12 +13,13 @@ import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from engines import NGRAM, Engines, model_folder, prompts
 
-from nwor_ops.cli.check import outcome_of, print_preview
-from nwor_ops.cli.report import Exit, Report
+from nwor_ops.cli.check import look_at, outcome_of, print_preview
+from nwor_ops.cli.report import Exit, Report, Stopped
 from nwor_ops.cli.verify_engine import SMALL_ENGINE, configuration_of, describe, hides_states_of_vanilla
 from nwor_ops.vllm.check import FEATURES, InvalidEngine, configuration, configure, engine_arguments, look, switches_of
 from nwor_ops.vllm.support.refusals import REFUSALS
@@ -184,6 +185,14 @@ def test_missing_model_is_named_as_json(engines: Engines, model: list[str], subj
     assert found["error"].startswith(subject)
     assert f"nwor-ops check: {found['error']}" in errors
     assert "Traceback" not in errors
+
+
+def test_silenced_log_is_not_referred_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM inspects some architectures in another process, and only logs why that failed."""
+    error = InvalidEngine("Model architectures ['A'] failed to be inspected. Please check the logs for more details.")
+    monkeypatch.setattr("nwor_ops.vllm.check.configure", Mock(side_effect=error))
+    with pytest.raises(Stopped, match=r"failed to be inspected\. VLLM_LOGGING_LEVEL=ERROR prints why\.$"):
+        look_at([model_folder()])
 
 
 def printed(capsys: pytest.CaptureFixture[str], *features: dict[str, Any], **changes: Any) -> str:
