@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import socket
-import time
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -77,11 +77,18 @@ while len(list(job.parent.glob("*.told"))) < 3:
 
 
 def test_engines_are_killed_at_one_deadline(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_process, "CLOSING_SECONDS", 3.0)
+    monkeypatch.setattr(engine_process, "CLOSING_SECONDS", 1.0)
     engines = [start(tmp_path, "import time; time.sleep(60)", str(number)) for number in range(4)]
-    started = time.monotonic()
+    wait, limits = subprocess.Popen.wait, []
+
+    def recorded(process, timeout=None):
+        limits.append(timeout)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", recorded)
     close_all(engines)
-    assert 2.9 < time.monotonic() - started < 9.0  # with a deadline for each engine, 12
+    assert 0 < limits[0] <= 1
+    assert limits[1:] == [None, 0.0, None, 0.0, None, 0.0, None]  # None: after a kill
     for engine in engines:
         assert engine.process.returncode == -signal.SIGKILL
         assert engine.process.stdout.closed
