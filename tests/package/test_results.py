@@ -164,17 +164,17 @@ def test_readme_has_the_gains() -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_best_vanilla_is_the_fastest(load: int) -> None:
+def test_no_vanilla_is_faster_than_the_best(load: int) -> None:
+    """Of the run in README. Without drafts the quartiles of 128 requests are on both sides of 1."""
+    ratio = re.compile(f"e2e/([^/]*)/over/bfloat16[+]fp8_head/{load}")
     ours = re.compile("recurrent|chunk|vocabulary|graphs")
-    speeds = results.read("h200", "gpu_engine_hybrid").items()
     rivals = {
-        name: entry["value"]
-        for name, entry in speeds
-        if re.fullmatch(f"tok_s/.*/{load}", name)
-        if not ours.search(name)
+        match[1]: entry["spread"][0]
+        for name, entry in results.read(*SIDES).items()
+        if (match := ratio.fullmatch(name)) and not ours.search(match[1])
     }
-    assert len(rivals) > 1
-    assert max(rivals, key=rivals.__getitem__) == f"tok_s/bfloat16+fp8_head/{load}"
+    assert rivals.keys() == {"vanilla", "bfloat16+drafts_0"}
+    assert max(rivals.values()) < 1
 
 
 def test_cell_says_what_was_measured() -> None:
