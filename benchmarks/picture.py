@@ -24,6 +24,7 @@ PICTURES = {
     }),
     "hybrid": ("gpu_engine_hybrid_sides", {
         "tok_s/vanilla": "vLLM's default",
+        "tok_s/bfloat16+drafts_0": "vanilla without drafts, bfloat16 states",
         "tok_s/bfloat16+fp8_head": "the best vanilla: bfloat16 states, fp8 head of the drafter",
         "tok_s/recurrent": "recurrent",
         "tok_s/vocabulary": "draft vocabulary",
@@ -50,9 +51,8 @@ def draw(picture: str) -> None:
         axes.set_xticks([])
         axes.spines[["top", "right"]].set_visible(False)
     figure.supylabel("output tok/s", fontsize=10)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9
-    )
+    handles, texts = panels[0].get_legend_handles_labels()
+    figure.legend(handles, texts, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     figure.savefig(DOCS / f"{picture}.png", dpi=110)
 
 
