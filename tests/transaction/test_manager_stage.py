@@ -247,6 +247,7 @@ def test_tensors_of_groups_may_be_interleaved():
 def test_too_few_pages_are_refused():
     for requests, first, sentence in (
         (9, None, "18 shadow pages .*from page 0 on, it has 16 pages"),
+        (9, {"full": 0}, "18 shadow pages .*from page 0 on, it has 16 pages"),
         (9, {"full": 15}, "18 shadow pages .*from page 15 on, it has 16 pages"),
         (8, None, "pages for requests in addition to its 16 shadow pages .*, it has none"),
     ):
