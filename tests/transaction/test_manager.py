@@ -221,7 +221,7 @@ def test_counts_in_place_of_cumulative_counts():
     manager.cancel()
     cache.zero_()
     manager.begin(Window(int32(0, 3, 6), int32(2, 4), num_draft_tokens=3))  # commit would not look at the fourth
-    manager.write("a", *key_value(6), slots)
+    manager.writer("a").write(*key_value(6), slots)
     for end, outcome in (("commit", (drafts, sampled)), ("commit_rejected", (int32(1, 2),))):
         with pytest.raises(ValueError, match=f"^{end}: num_draft_tokens of the window must be at least 4, .* got 3"):
             getattr(manager, end)(*outcome)
