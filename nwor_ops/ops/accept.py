@@ -125,9 +125,9 @@ def acceptance_mask(
             drafts of each request.
 
     Raises:
-        ValueError: on the CPU, a ``draft_start_loc`` that does not begin with 0, that decreases, or that counts more
-            drafts than there are, or a request with more drafts than ``sampled_token_ids`` has columns. On CUDA such
-            values change only the results, and drafts without a column are rejected.
+        ValueError: on the CPU, a ``draft_start_loc`` that does not begin with 0, decreases or counts more drafts than
+            there are. Also a request with more drafts than ``sampled_token_ids`` has columns. On CUDA such values
+            change only the results, and drafts without a column are rejected.
 
     Example:
         >>> import torch
