@@ -90,6 +90,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_runtest_setup() -> None:
+    os.environ.pop("VLLM_LOGGING_LEVEL", None)  # a command of an earlier test may have silenced vLLM's log
+
+
 def _why_no_cuda() -> str | None:
     import torch
 
