@@ -146,9 +146,11 @@ struct Pair {
 // other.
 struct LoadedFloat {
     const Floats& from;
-    uint16_t low, high;
+    uint16_t low = 0, high = 0;
 
-    __device__ LoadedFloat(const Floats& from, int64_t i, int64_t j = 0) : from(from) {
+    __device__ explicit LoadedFloat(const Floats& from) : from(from) {}
+    __device__ LoadedFloat(const Floats& from, int64_t i, int64_t j = 0) : from(from) { load(i, j); }
+    __device__ void load(int64_t i, int64_t j = 0) {
         const bool is_float = from.dtype == ScalarType::Float;
         const char* data = static_cast<const char*>(from.data) +
                            (i * from.strides[0] + j * from.strides[1]) * (is_float ? 4 : 2);

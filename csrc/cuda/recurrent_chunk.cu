@@ -11,15 +11,17 @@
 // with all keys and queries of the window. They also multiply keys with keys and queries.
 //
 // Raw keys and queries are bfloat16, which tensor cores multiply exactly. A float32 state is split into two
-// parts of tf32 (22 bits of the mantissa), and an update into three parts of bfloat16 (24 bits).
+// parts of tf32 (22 bits of the mantissa), and an update into three parts of bfloat16 (24 bits), or into two
+// for a bfloat16 state.
 //
 // The bits of a token depend only on S and on the chunk's rows up to it. Each column of a product is
 // separate. All other sums and products begin at the chunk's first row. `fold` adds the rows of a chunk to S.
 // Verify and fold call it in the same way, so both compute the same bits of a state.
 //
-// The instructions of a block, not its bytes, limit a kernel of few tokens. So addresses are computed once
-// per block, and rows that begin at multiples of 16 bytes are copied without a check of each. (Bulk copies,
-// eight warps per block and more blocks per multiprocessor were slower on an H200.)
+// Instructions and waits of a block, not its bytes, limit the kernel. So states stay in shared memory, where
+// a warp needs few registers, and the code for unaligned rows is a kernel of its own. All ordinary loads come
+// before the copies to shared memory, because a load waits for all copies that its multiprocessor has started
+// earlier. Spilled registers would wait too. (docs/internals/tried.md)
 #include <cstdint>
 #include <type_traits>
 
@@ -38,11 +40,15 @@ namespace {
 
 using Input = __nv_bfloat16;
 
-constexpr int kWidth = 128;        // of keys and of values
-constexpr int kC = kChunkRows;     // rows of a chunk
-constexpr int kRowsOfTile = 16;    // rows of a state that a warp has in registers
-constexpr int kVectorBytes = 288;  // between raw keys in shared memory: 256, and 32 against bank conflicts
-constexpr int kMostRows = kC - 1 + kMostChunkWindow;  // after a base
+constexpr int kWidth = 128;      // of keys and of values
+constexpr int kC = kChunkRows;   // rows of a chunk
+constexpr int kRowsOfTile = 16;  // rows of a state that a warp has at a time
+// Between rows in shared memory, with padding against bank conflicts
+constexpr int kKeyBytes = kWidth * 2 + 16;  // of the record
+constexpr int kUpdatePadding = 4;           // elements
+template <class State>
+constexpr int kVectorBytes = kWidth * 2 + (sizeof(State) == 4 ? 32 : 64);  // of the window
+constexpr int kMostRows = kC - 1 + kMostChunkWindow;                       // after a base
 static_assert(kC == 16, "the depth of a tensor-core product");
 
 // Offsets in the shared memory of a block, in bytes.
@@ -54,19 +60,21 @@ struct ChunkPlaces {
     int totals, coefficients;     // [tokens], [kMostRows, tokens]: for a token's key and for its query
     int weights, gates, outputs;  // of the norm
     int states;
-    int bytes;
+    int bytes, vector_bytes;  // in all, and `kVectorBytes`
 
-    ChunkPlaces(int64_t tokens, int64_t rows, int64_t num_values, bool has_norm, int64_t state_bytes) {
+    ChunkPlaces(int64_t tokens, int64_t rows, int64_t num_values, bool has_norm, int64_t state_bytes,
+                bool stores_all, int vector_bytes)
+        : vector_bytes(vector_bytes) {
         int64_t end = 0;
         const auto take = [&end](int64_t bytes) {
             const int64_t begin = end;
             end += ceil_div(bytes, 16) * 16;
             return static_cast<int>(begin);
         };
-        keys = take(rows * kVectorBytes);
-        vectors = take(2 * tokens * kVectorBytes);
+        keys = take(rows * kKeyBytes);
+        vectors = take(2 * tokens * vector_bytes);
         values = take(tokens * num_values * 2);
-        updates = take((rows + tokens) * num_values * 4);
+        updates = take((stores_all ? rows + tokens : rows) * (num_values + kUpdatePadding) * 4);
         decays = take((rows + tokens) * 4);
         norms = take((rows + tokens) * 4);
         query_norms = take(tokens * 4);
@@ -75,7 +83,7 @@ struct ChunkPlaces {
         coefficients = take(kMostRows * tokens * 8);
         weights = take(has_norm ? num_values * 4 : 0);
         gates = take(has_norm ? tokens * num_values * 2 : 0);
-        outputs = take(has_norm ? tokens * num_values * 2 : 0);
+        outputs = values;  // each thread writes where it has read
         states = take(state_bytes);
         bytes = static_cast<int>(end);
     }
@@ -87,14 +95,15 @@ struct ChunkRows {
     int recorded, num_values;
 
     __device__ const char* key(int row) const {
-        return row < recorded ? shared_at<char>(places.keys) + row * kVectorBytes
-                              : shared_at<char>(places.vectors) + 2 * (row - recorded) * kVectorBytes;
+        return row < recorded ? shared_at<char>(places.keys) + row * kKeyBytes
+                              : shared_at<char>(places.vectors) + 2 * (row - recorded) * places.vector_bytes;
     }
     __device__ const float* decays() const { return shared_at<float>(places.decays); }
     __device__ const float* norms() const { return shared_at<float>(places.norms); }
     // Returns the updates of two adjacent rows of the state.
     __device__ float2* updates(int row, int value) const {
-        return reinterpret_cast<float2*>(shared_at<float>(places.updates) + row * num_values + value);
+        return reinterpret_cast<float2*>(shared_at<float>(places.updates) +
+                                         row * (num_values + kUpdatePadding) + value);
     }
 };
 
@@ -136,8 +145,10 @@ struct LaneOfTile {
 
 // ---------------------------------------------------------------- rows of a state
 
-// 16 rows of a state in a warp, as they are in memory. A lane has rows 2 * row and 2 * row + 1, and of each
-// the chunks of 16 bytes column, column + 4, ... In the products these are rows `row` and `row + 8`.
+// 16 rows of a state in the shared memory of a warp. A lane has rows 2 * row and 2 * row + 1, and of each
+// the chunks of 16 bytes column, column + 4, ... In the products these are rows `row` and `row + 8`. Each
+// thread reads back what it copied itself, so it waits for no other one. `place` is that of the lane's first
+// chunk; `state` is the address of the first row.
 template <class State>
 struct Tile {
     static constexpr bool kIsFloat = sizeof(State) == 4;
@@ -146,87 +157,50 @@ struct Tile {
     static constexpr int kRowBytes = kWidth * sizeof(State);
     static constexpr int kBytes = kRowsOfTile * kRowBytes;
     using Element = typename RawOf<sizeof(State)>::type;
-
     using Keys = typename std::conditional<kIsFloat, uint2, uint4>::type;  // a chunk's columns of a raw key
-    uint4 chunks[2][kChunks];
 
-    // Offsets in bytes: in memory from the first row, and in the shared memory of the warp. Each thread reads
-    // back what it copied itself, so it waits for no other one.
-    static __device__ int offset(int r, int s) {
+    static __device__ int place(const ChunkPlaces& places) {
+        return places.states + static_cast<int>(threadIdx.x) / kWarp * kBytes +
+               static_cast<int>(threadIdx.x) % kWarp * 16;
+    }
+    static __device__ uint4& chunk(int place, int r, int s) {
+        return *shared_at<uint4>(place + (r * kChunks + s) * kWarp * 16);
+    }
+    // Offset in bytes in memory of chunk i in the order of `chunk`, from the first row.
+    static __device__ int offset(int i) {
         const LaneOfTile at;
-        return (2 * at.row + r) * kRowBytes + s * 64 + at.column * 16;
-    }
-    static __device__ char* shared(int place, int r, int s) {
-        return shared_at<char>(place) + threadIdx.x / kWarp * kBytes +
-               ((r * kChunks + s) * kWarp + static_cast<int>(threadIdx.x) % kWarp) * 16;
+        return (2 * at.row + i / kChunks) * kRowBytes + i % kChunks * 64 + at.column * 16;
     }
 
-    // Starts to copy rows to shared memory. Here and below, `state` is the address of the first row.
-    static __device__ void fetch(const char* state, bool is_aligned, int place) {
-        if (is_aligned) {
-            const char* const from = state + offset(0, 0);
-            char* const to = shared(place, 0, 0);
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-#pragma unroll
-                for (int s = 0; s < kChunks; ++s)
-                    copy_async<16>(to + (r * kChunks + s) * kWarp * 16, from + r * kRowBytes + s * 64);
-            return;
-        }
-#pragma unroll 1
-        for (int i = 0; i < 2 * kChunks; ++i) {
-            const Element* from = reinterpret_cast<const Element*>(state + offset(i % 2, i / 2));
-            Element* to = reinterpret_cast<Element*>(shared(place, i % 2, i / 2));
-#pragma unroll 1
-            for (int e = 0; e < kChunk; ++e) to[e] = from[e];
-        }
+    // Starts to copy rows to shared memory.
+    template <bool kIsAligned>
+    static __device__ void fetch(const char* state, int place) {
+#pragma unroll kIsAligned ? 2 * kChunks : 1
+        for (int i = 0; i < 2 * kChunks; ++i)
+            if constexpr (kIsAligned)
+                copy_async<16>(&chunk(place, 0, i), state + offset(i));
+            else
+                copy_elements(&chunk(place, 0, i), state + offset(i));
     }
-    // Waits for the rows of `fetch`, and reads them.
-    __device__ void read(int place) {
-        wait_for_copies<0>();
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int s = 0; s < kChunks; ++s)
-                chunks[r][s] = *reinterpret_cast<const uint4*>(shared(place, r, s));
+    // Stores the rows.
+    template <bool kIsAligned>
+    static __device__ void store(char* state, int place) {
+#pragma unroll kIsAligned ? 2 * kChunks : 1
+        for (int i = 0; i < 2 * kChunks; ++i)
+            if constexpr (kIsAligned)
+                __stcs(reinterpret_cast<uint4*>(state + offset(i)), chunk(place, 0, i));
+            else
+                copy_elements(state + offset(i), &chunk(place, 0, i));
     }
-    // Writes the rows where `fetch` and `read` have them.
-    __device__ void put(int place) const {
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int s = 0; s < kChunks; ++s) *reinterpret_cast<uint4*>(shared(place, r, s)) = chunks[r][s];
-    }
-    // Rows that are not aligned go through shared memory: unrolled stores of elements would take registers
-    // for their addresses.
-    __device__ void store(char* state, bool is_aligned, int place) const {
-        if (is_aligned) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-#pragma unroll
-                for (int s = 0; s < kChunks; ++s)
-                    __stcs(reinterpret_cast<uint4*>(state + offset(r, s)), chunks[r][s]);
-            return;
-        }
-        put(place);
-#pragma unroll 1
-        for (int i = 0; i < 2 * kChunks; ++i) {
-            const Element* from = reinterpret_cast<const Element*>(shared(place, i % 2, i / 2));
-            Element* to = reinterpret_cast<Element*>(state + offset(i % 2, i / 2));
-#pragma unroll 1
-            for (int e = 0; e < kChunk; ++e) to[e] = from[e];
-        }
-    }
-    // The two adjacent columns `2 * p` and `2 * p + 1` of chunk `s`, in float32. `set_pair` rounds them.
-    __device__ float2 pair(int r, int s, int p) const {
-        const uint32_t words[4] = {chunks[r][s].x, chunks[r][s].y, chunks[r][s].z, chunks[r][s].w};
+    // The two adjacent columns `2 * p` and `2 * p + 1` of a chunk, in float32. `set_pair` rounds them.
+    static __device__ float2 pair(const uint4& chunk, int p) {
+        const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
         if constexpr (kIsFloat)
             return make_float2(__uint_as_float(words[2 * p]), __uint_as_float(words[2 * p + 1]));
         else
             return make_float2(low_of(words[p]), high_of(words[p]));
     }
-    __device__ void set_pair(int r, int s, int p, float low, float high) {
-        uint4& chunk = chunks[r][s];
+    static __device__ void set_pair(uint4& chunk, int p, float low, float high) {
         if constexpr (kIsFloat) {
             (p == 0 ? chunk.x : chunk.z) = __float_as_uint(low);
             (p == 0 ? chunk.y : chunk.w) = __float_as_uint(high);
@@ -234,13 +208,19 @@ struct Tile {
             (p == 0 ? chunk.x : p == 1 ? chunk.y : p == 2 ? chunk.z : chunk.w) = bf16_pair(low, high);
         }
     }
+
+  private:
+    static __device__ void copy_elements(void* to, const void* from) {
+#pragma unroll 1
+        for (int e = 0; e < kChunk; ++e) static_cast<Element*>(to)[e] = static_cast<const Element*>(from)[e];
+    }
 };
 
-// Adds `count` rows, at most a chunk, from row `first` on, and rounds: the decayed state, and the updates
-// times the keys as one product. `value` is the first of the lane's two rows of the state, counted from the
-// block's first.
+// Adds `count` rows, at most a chunk, from row `first` on, to a tile and rounds: the decayed state, and the
+// updates times the keys as one product. `value` is the first of the lane's two rows of the state, counted
+// from the block's first.
 template <class State>
-__device__ void fold(Tile<State>* tile, const ChunkRows& rows, int first, int count, int value) {
+__device__ void fold(int tile, const ChunkRows& rows, int first, int count, int value) {
     using T = Tile<State>;
     const LaneOfTile at;
     const float *decays = rows.decays() + first, *norms = rows.norms() + first;
@@ -255,8 +235,9 @@ __device__ void fold(Tile<State>* tile, const ChunkRows& rows, int first, int co
     if (lane < count) product = __fmul_rn(product, norms[lane]);
     const auto row_of = [&](int k) { return 2 * at.column + k / 2 * 8 + k % 2; };
 
-    // The left side: updates of the lane's rows of the state, in three parts
-    uint32_t parts[3][4];
+    // The left side: updates of the lane's rows of the state, in parts
+    constexpr int kParts = T::kIsFloat ? 3 : 2;
+    uint32_t parts[kParts][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float x[2][2];  // row of the state, row of the chunk
@@ -270,7 +251,7 @@ __device__ void fold(Tile<State>* tile, const ChunkRows& rows, int first, int co
             x[1][e] = __fmul_rn(u.y, weight);
         }
 #pragma unroll
-        for (int part = 0; part < 3; ++part)
+        for (int part = 0; part < kParts; ++part)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const uint32_t two = bf16_pair(x[r][0], x[r][1]);
@@ -289,6 +270,7 @@ __device__ void fold(Tile<State>* tile, const ChunkRows& rows, int first, int co
         at.row % 2 == 0 ? 0x5410 : 0x7632;  // of two words, their low or their high halves
 #pragma unroll
     for (int s = 0; s < T::kChunks; ++s) {
+        uint4 one = T::chunk(tile, 0, s), two = T::chunk(tile, 1, s);
         typename T::Keys four[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k)
@@ -298,35 +280,37 @@ __device__ void fold(Tile<State>* tile, const ChunkRows& rows, int first, int co
             const auto word = [&](int k) { return reinterpret_cast<const uint32_t*>(&four[k])[p]; };
             const uint32_t b0 = __byte_perm(word(0), word(1), column),
                            b1 = __byte_perm(word(2), word(3), column);
-            const float2 one = tile->pair(0, s, p), two = tile->pair(1, s, p);
-            float sums[4] = {__fmul_rn(one.x, total), __fmul_rn(one.y, total), __fmul_rn(two.x, total),
-                             __fmul_rn(two.y, total)};
+            const float2 x = T::pair(one, p), y = T::pair(two, p);
+            float sums[4] = {__fmul_rn(x.x, total), __fmul_rn(x.y, total), __fmul_rn(y.x, total),
+                             __fmul_rn(y.y, total)};
 #pragma unroll
-            for (int part = 2; part >= 0; --part) multiply_bf16(sums, parts[part], b0, b1);
-            tile->set_pair(0, s, p, sums[0], sums[1]);
-            tile->set_pair(1, s, p, sums[2], sums[3]);
+            for (int part = kParts - 1; part >= 0; --part) multiply_bf16(sums, parts[part], b0, b1);
+            T::set_pair(one, p, sums[0], sums[1]);
+            T::set_pair(two, p, sums[2], sums[3]);
         }
+        T::chunk(tile, 0, s) = one;
+        T::chunk(tile, 1, s) = two;
     }
 }
 
 // Multiplies the rows with the raw keys and queries of the window. Of token 4 * t + column a lane gets
 // {key, query} of its first row, and then of its second row.
 template <class State, int kTiles>
-__device__ void multiply(float (&y)[kTiles][4], const Tile<State>& tile, const char* vectors) {
+__device__ void multiply(float (&y)[kTiles][4], int tile, const char* vectors) {
     using T = Tile<State>;
     const LaneOfTile at;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) y[t][0] = y[t][1] = y[t][2] = y[t][3] = 0.0f;
 #pragma unroll
     for (int s = 0; s < T::kChunks; ++s) {
-        const uint4 one = tile.chunks[0][s], two = tile.chunks[1][s];
+        const uint4 one = T::chunk(tile, 0, s), two = T::chunk(tile, 1, s);
         const uint32_t x[2][4] = {{one.x, one.y, one.z, one.w}, {two.x, two.y, two.z, two.w}};
-        const char* from = vectors + at.row * kVectorBytes + (s * 4 + at.column) * T::kChunk * 2;
+        const char* from = vectors + at.row * kVectorBytes<State> + (s * 4 + at.column) * T::kChunk * 2;
         if constexpr (T::kIsFloat) {
             uint32_t z[kTiles][4];
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
-                const uint2 four = *reinterpret_cast<const uint2*>(from + t * 8 * kVectorBytes);
+                const uint2 four = *reinterpret_cast<const uint2*>(from + t * 8 * kVectorBytes<State>);
                 z[t][0] = four.x << 16, z[t][1] = four.x & 0xffff0000;
                 z[t][2] = four.y << 16, z[t][3] = four.y & 0xffff0000;
             }
@@ -351,7 +335,7 @@ __device__ void multiply(float (&y)[kTiles][4], const Tile<State>& tile, const c
             const uint32_t second[4] = {x[0][2], x[1][2], x[0][3], x[1][3]};
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
-                const uint4 z = *reinterpret_cast<const uint4*>(from + t * 8 * kVectorBytes);
+                const uint4 z = *reinterpret_cast<const uint4*>(from + t * 8 * kVectorBytes<State>);
                 multiply_bf16(y[t], first, z.x, z.y);
                 multiply_bf16(y[t], second, z.z, z.w);
             }
@@ -391,23 +375,24 @@ struct RecordOfHead {
     __device__ float* decay(int row) const { return decays + uint64_t{place(row)} * decays_stride; }
 };
 
-// Starts the copies of the `count` rows that the plan names. The warps take rows in turn. `is_aligned`:
-// whether all rows begin at multiples of 16 bytes.
+// Starts the copies of the `count` rows that the plan names. The warps take rows in turn.
+template <bool kIsAligned>
 __device__ void copy_recorded(const RecordOfHead& record, const ChunkPlaces& places, int count,
-                              int num_values, bool is_aligned) {
+                              int num_values) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     char* const keys = shared_at<char>(places.keys);
     char* const updates = shared_at<char>(places.updates);
+    const int update_bytes = (num_values + kUpdatePadding) * 4;
 #pragma unroll 1
     for (int i = warp; i < count; i += warps) {
-        if (is_aligned) {
+        if constexpr (kIsAligned) {
             if (lane * 8 < kWidth)
-                copy_async<16>(keys + i * kVectorBytes + lane * 16, record.key(i) + lane * 16);
+                copy_async<16>(keys + i * kKeyBytes + lane * 16, record.key(i) + lane * 16);
             if (lane * 4 < num_values)
-                copy_async<16>(updates + (i * num_values + lane * 4) * 4, record.update(i) + lane * 4);
+                copy_async<16>(updates + i * update_bytes + lane * 16, record.update(i) + lane * 4);
         } else {
-            copy_row(keys + i * kVectorBytes, record.key(i), kWidth * 2);
-            copy_row(updates + i * num_values * 4, record.update(i), num_values * 4);
+            copy_row(keys + i * kKeyBytes, record.key(i), kWidth * 2);
+            copy_row(updates + i * update_bytes, record.update(i), num_values * 4);
         }
     }
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
@@ -416,32 +401,34 @@ __device__ void copy_recorded(const RecordOfHead& record, const ChunkPlaces& pla
     }
 }
 
+// The window's vectors of one kind: keys, queries, values or gates. Strides are in bytes.
+struct WindowVectors {
+    const char* data;
+    int64_t token_stride, head_stride;
+    int place, shared_stride;
+    bool of_keys;
+};
+
 // Starts the copies of the window's vectors. Each warp copies one kind.
-__device__ void copy_window(const VerifyArguments& c, const ChunkPlaces& places, const BlockPlace& block,
-                            int64_t first_token, int num_tokens, bool is_aligned) {
+template <bool kIsAligned>
+__device__ void copy_window(const WindowVectors (&kinds)[4], const BlockPlace& block, int64_t first_token,
+                            int num_tokens) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    const int kind = warp % 4;
-    if (kind == 3 && !c.has_norm()) return;
-    const HeadsView& view = kind == 0 ? c.k : kind == 1 ? c.q : kind == 2 ? c.v : c.gate;
-    const bool of_keys = kind < 2;
-    const int bytes = (of_keys ? kWidth : block.num_values) * 2;
-    const int place = of_keys     ? places.vectors + kind * kVectorBytes
-                      : kind == 2 ? places.values
-                                  : places.gates;
-    const int shared_stride = of_keys ? 2 * kVectorBytes : bytes;
-    const char* const from = view.data + (view.offset(first_token, of_keys ? block.key_head : block.head) +
-                                          (of_keys ? 0 : block.first_value)) *
-                                             2;
-    const int64_t stride = view.token_stride * 2;
-    if (is_aligned) {  // two tokens at a time
+    const WindowVectors& v = kinds[warp % 4];
+    if (v.data == nullptr) return;  // without gates
+    const int bytes = (v.of_keys ? kWidth : block.num_values) * 2;
+    char* const to = shared_at<char>(v.place);
+    const char* const from = v.data + first_token * v.token_stride +
+                             (v.of_keys ? block.key_head : block.head) * v.head_stride +
+                             (v.of_keys ? 0 : block.first_value * 2);
+    if constexpr (kIsAligned) {  // two tokens at a time
         const int byte = lane % 16 * 16;
         for (int token = warp / 4 * 2 + lane / 16; token < num_tokens; token += warps / 2)
             if (byte < bytes)
-                copy_async<16>(shared_at<char>(place) + token * shared_stride + byte,
-                               from + token * stride + byte);
+                copy_async<16>(to + token * v.shared_stride + byte, from + token * v.token_stride + byte);
     } else {
         for (int token = warp / 4; token < num_tokens; token += warps / 4)
-            copy_row(shared_at<char>(place) + token * shared_stride, from + token * stride, bytes);
+            copy_row(to + token * v.shared_stride, from + token * v.token_stride, bytes);
     }
 }
 
@@ -451,47 +438,54 @@ struct ChunkWindow {
     const RecordOfHead& record;
     int recorded, num_tokens;  // rows of the record before the window
     bool records_keys;         // the block records the keys of the window
-    bool is_aligned;
 };
 
 // Computes the factors that normalize the window's keys, which are recorded, and its queries: every
 // `warps`-th vector from number `first` on.
+template <bool kIsAligned>
 __device__ void find_norms(const ChunkPlaces& places, const ChunkWindow& w, int first, int warps) {
     const int lane = threadIdx.x % kWarp;
-    for (int i = first; i < 2 * w.num_tokens; i += warps) {
-        const int token = i / 2;
-        const uint2 bits =
-            *reinterpret_cast<const uint2*>(shared_at<char>(places.vectors) + i * kVectorBytes + lane * 8);
-        const float x[4] = {low_of(bits.x), high_of(bits.x), low_of(bits.y), high_of(bits.y)};
-        float factor = 1.0f;
-        if (w.call.use_qk_l2norm) {
-            float sum = __fmul_rn(x[0], x[0]);
+    for (int begin = first * 4; begin < 2 * w.num_tokens; begin += warps * 4) {  // eight lanes take a vector
+        const int i = min(begin + lane / 8, 2 * w.num_tokens - 1), token = i / 2;
+        const char* const raw = shared_at<char>(places.vectors) + i * places.vector_bytes;
+        uint4 bits[2];
+        float sum = 0.0f;
 #pragma unroll
-            for (int e = 1; e < 4; ++e) sum = __fmaf_rn(x[e], x[e], sum);
-            factor = rsqrt_approx(__fadd_rn(sum_of_warp(sum), 1e-6f));
+        for (int n = 0; n < 2; ++n) {
+            bits[n] = *reinterpret_cast<const uint4*>(raw + n * 128 + lane % 8 * 16);
+            const uint32_t words[4] = {bits[n].x, bits[n].y, bits[n].z, bits[n].w};
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                sum = __fmaf_rn(low_of(words[e]), low_of(words[e]), sum);
+                sum = __fmaf_rn(high_of(words[e]), high_of(words[e]), sum);
+            }
         }
+#pragma unroll
+        for (int n = 4; n > 0; n /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, n));
+        const float factor = w.call.use_qk_l2norm ? rsqrt_approx(__fadd_rn(sum, 1e-6f)) : 1.0f;
+        if (i < begin + lane / 8) continue;
         if (i % 2 == 1) {
-            if (lane == 0) shared_at<float>(places.query_norms)[token] = __fmul_rn(factor, w.call.scale);
+            if (lane % 8 == 0) shared_at<float>(places.query_norms)[token] = __fmul_rn(factor, w.call.scale);
             continue;
         }
-        if (lane == 0) shared_at<float>(places.norms)[w.recorded + token] = factor;
+        if (lane % 8 == 0) shared_at<float>(places.norms)[w.recorded + token] = factor;
         if (!w.records_keys) continue;
-        char* const key = w.record.key(w.recorded + token) + lane * 8;
-        if (w.is_aligned) {
-            *reinterpret_cast<uint2*>(key) = bits;
+        char* const key = w.record.key(w.recorded + token);
+        if constexpr (kIsAligned) {
+#pragma unroll
+            for (int n = 0; n < 2; ++n) *reinterpret_cast<uint4*>(key + n * 128 + lane % 8 * 16) = bits[n];
         } else {
-            uint16_t* const elements = reinterpret_cast<uint16_t*>(key);
-            elements[0] = static_cast<uint16_t>(bits.x), elements[1] = static_cast<uint16_t>(bits.x >> 16);
-            elements[2] = static_cast<uint16_t>(bits.y), elements[3] = static_cast<uint16_t>(bits.y >> 16);
+            for (int e = lane % 8; e < kWidth; e += 8)
+                reinterpret_cast<uint16_t*>(key)[e] = reinterpret_cast<const uint16_t*>(raw)[e];
         }
-        if (lane == 0) *w.record.norm(w.recorded + token) = factor;
+        if (lane % 8 == 0) *w.record.norm(w.recorded + token) = factor;
     }
 }
 
 // Computes the coefficients of the rows after the base, for each token of the window, and the factors of the
 // state. `folded` rows are before the base. A token of the next chunk reads no row of this one. Some warps
 // multiply while the others find the norms.
-template <int kTokens>
+template <int kTokens, bool kIsAligned>
 __device__ void find_coefficients(const ChunkPlaces& places, const ChunkRows& rows, const ChunkWindow& window,
                                   int folded) {
     constexpr int kTiles = kTokens / 4;
@@ -506,7 +500,7 @@ __device__ void find_coefficients(const ChunkPlaces& places, const ChunkRows& ro
     if (has_total)
 #pragma unroll 4
         for (int i = (before + lane) / kC * kC; i <= before + lane; ++i) total = __fmul_rn(total, decays[i]);
-    if (warp >= multiplying) find_norms(places, window, warp - multiplying, warps - multiplying);
+    if (warp >= multiplying) find_norms<kIsAligned>(places, window, warp - multiplying, warps - multiplying);
 
     // Products of 16 keys with the keys and queries of the window
     const int row[2] = {warp * kRowsOfTile + at.row, warp * kRowsOfTile + at.row + 8};
@@ -522,8 +516,8 @@ __device__ void find_coefficients(const ChunkPlaces& places, const ChunkRows& ro
             const uint32_t first[4] = {x.x, y.x, x.y, y.y}, second[4] = {x.z, y.z, x.w, y.w};
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
-                const uint4 z = *reinterpret_cast<const uint4*>(shared_at<char>(places.vectors) +
-                                                                (t * 8 + at.row) * kVectorBytes + offset);
+                const uint4 z = *reinterpret_cast<const uint4*>(
+                    shared_at<char>(places.vectors) + (t * 8 + at.row) * places.vector_bytes + offset);
                 multiply_bf16(dots[t], first, z.x, z.y);
                 multiply_bf16(dots[t], second, z.z, z.w);
             }
@@ -568,20 +562,17 @@ struct ChunkJob {
     VerifyArguments call;
     ChunkPlaces shared;
     BlockPlaces blocks;
-    bool is_aligned;           // whether the states of slots and of `all_states` are aligned
-    bool has_aligned_vectors;  // whether all vectors of the window, of the record and of the output are
+    WindowVectors kinds[4];
     const char* report_as;
 };
 
 // Grid: x = Q * HV * (dv / rows of a block), see `BlockPlaces`. Block: x = 32 * warps, 128 or 256. A block
 // runs all tokens of one request on some rows of one head's state. A warp takes 16 rows at a time.
 // `kTokens`: 4 or 8, at least the tokens of a window. `kStoresAll`: whether there is `all_states`. Then a
-// state is folded for each token, which is slow.
-// Three blocks fit a multiprocessor with 80 registers per thread. With a float32 state these would spill.
-template <class State, int kTokens, bool kStoresAll>
-__global__ void __launch_bounds__(kThreads, kStoresAll              ? 1
-                                            : Tile<State>::kIsFloat ? 2
-                                                                    : 3)
+// state is folded for each token, which is slow. `kIsAligned`: whether states and vectors are at multiples of
+// 16 bytes. Five blocks of 128 threads fit a multiprocessor with 96 registers per thread.
+template <class State, int kTokens, bool kIsAligned, bool kStoresAll>
+__global__ void __launch_bounds__(kStoresAll ? kThreads : kThreads * 5 / 4, kStoresAll ? 1 : 2)
     chunk_verify_kernel(const __grid_constant__ ChunkJob job) {
     using T = Tile<State>;
     constexpr int kTiles = kTokens / 4;
@@ -611,25 +602,27 @@ __global__ void __launch_bounds__(kThreads, kStoresAll              ? 1
     // ---- Copies to shared memory: the window, the rows of the record, the first rows of the state
 
     const bool has_gates = warp == warps - 1 && lane < num_tokens;
-    const int64_t token_of_gates = first_token + (has_gates ? lane : 0);
-    const LoadedFloat a(c.a, token_of_gates, block.head), b(c.b, token_of_gates, block.head),
-        log_rate(c.A_log, block.head), bias(c.dt_bias, block.head);
+    const bool has_weight = c.has_norm() && threadIdx.x < block.num_values;
+    LoadedFloat a(c.a), b(c.b), log_rate(c.A_log), bias(c.dt_bias), weight(c.norm_weight);
+    if (has_gates) {
+        a.load(first_token + lane, block.head), b.load(first_token + lane, block.head);
+        log_rate.load(block.head), bias.load(block.head);
+    }
+    if (has_weight) weight.load(threadIdx.x);
     const RecordOfHead record(r, entry, block);
-    const bool has_aligned_vectors = job.has_aligned_vectors;
-    copy_window(c, job.shared, block, first_token, num_tokens, has_aligned_vectors);
-    copy_recorded(record, job.shared, entry.rows, block.num_values, has_aligned_vectors);
+    copy_window<kIsAligned>(job.kinds, block, first_token, num_tokens);
+    copy_recorded<kIsAligned>(record, job.shared, entry.rows, block.num_values);
     close_group_of_copies();
     char* const state =
         c.states.data + c.states.row_offset(entry.source, block.head, block.first_value) * sizeof(State);
     int first = warp * kRowsOfTile;  // row of the warp, counted from the block's first
-    T::fetch(state + first * T::kRowBytes, job.is_aligned, job.shared.states);
+    const int tile = T::place(job.shared);
+    T::template fetch<kIsAligned>(state + first * T::kRowBytes, tile);
     close_group_of_copies();
 
     // ---- Decays, betas, norms and coefficients
 
-    if (c.has_norm())
-        for (int i = threadIdx.x; i < block.num_values; i += blockDim.x)
-            shared_at<float>(job.shared.weights)[i] = LoadedFloat(c.norm_weight, i).value();
+    if (has_weight) shared_at<float>(job.shared.weights)[threadIdx.x] = weight.value();
     if (has_gates) {
         shared_at<float>(job.shared.betas)[lane] = beta_of(c, b.value());
         const float decay = decay_of(c, a.value(), bias.value(), log_rate.value());
@@ -641,9 +634,8 @@ __global__ void __launch_bounds__(kThreads, kStoresAll              ? 1
     const ChunkRows rows{job.shared, entry.rows, block.num_values};
     const bool stores = entry.stores();
     const int folded = stores ? kC : 0, before = entry.rows - folded;
-    find_coefficients<kTokens>(
-        job.shared, rows,
-        ChunkWindow{c, record, entry.rows, num_tokens, block.leads_key_head, has_aligned_vectors}, folded);
+    find_coefficients<kTokens, kIsAligned>(
+        job.shared, rows, ChunkWindow{c, record, entry.rows, num_tokens, block.leads_key_head}, folded);
     __syncthreads();
 
     // ---- The state, some rows at a time
@@ -662,24 +654,20 @@ __global__ void __launch_bounds__(kThreads, kStoresAll              ? 1
         for (int part = 0; part < parts; ++part) {
             const int begin = part == 0 ? 0 : kC - before, end = part + 1 < parts ? kC - before : num_tokens;
 
-            // The base: the stored state, or that at the end of a chunk, which the next window stores. The
-            // state is read again for it, so that it takes no registers until then.
-            T tile;
-            tile.read(job.shared.states);
+            // The base: the stored state, or that at the end of a chunk, which the next window stores
+            if (part == 0) wait_for_copies<0>();
             if (part > 0 || stores) {
-                fold(&tile, rows, 0, kC, value);
-                if (part == 0) tile.store(state + first * T::kRowBytes, job.is_aligned, job.shared.states);
+                fold<State>(tile, rows, 0, kC, value);
+                if (part == 0) T::template store<kIsAligned>(state + first * T::kRowBytes, tile);
             }
 
             // The state's product with each token's key, and with its query
             float y[kTiles][4], known[kTiles][2], asked[kTiles][2], v[kTiles][2];  // v: then the updates
-            multiply(y, tile, shared_at<char>(job.shared.vectors));
-            if (!kStoresAll && part + 1 == parts) {
-                const int next = first + warps * kRowsOfTile;
-                if (next < block.num_values)
-                    T::fetch(state + next * T::kRowBytes, job.is_aligned, job.shared.states);
-                close_group_of_copies();
-            }
+            multiply<State>(y, tile, shared_at<char>(job.shared.vectors));
+            const int next = first + warps * kRowsOfTile;
+            const bool fetches = part + 1 == parts && next < block.num_values;
+            if (!kStoresAll && fetches) T::template fetch<kIsAligned>(state + next * T::kRowBytes, tile);
+            close_group_of_copies();
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
                 const int token = t * 4 + at.column;
@@ -695,26 +683,31 @@ __global__ void __launch_bounds__(kThreads, kStoresAll              ? 1
             }
 
             // Add the products of the rows before the window. Rows are counted from the first base
+            const float2* of_row = coefficients + part * kC * kTokens + at.column;
+            const float* u_of_row = &rows.updates(folded + part * kC, value)->x;
 #pragma unroll 4
             for (int i = part * kC; i < before; ++i) {
-                const float2 u = *rows.updates(folded + i, value);
+                const float2 u = *reinterpret_cast<const float2*>(u_of_row);
 #pragma unroll
                 for (int t = 0; t < kTiles; ++t) {
-                    const float2 of = coefficients[i * kTokens + t * 4 + at.column];
+                    const float2 of = of_row[t * 4];
                     known[t][0] = __fmaf_rn(of.x, u.x, known[t][0]);
                     known[t][1] = __fmaf_rn(of.x, u.y, known[t][1]);
                     asked[t][0] = __fmaf_rn(of.y, u.x, asked[t][0]);
                     asked[t][1] = __fmaf_rn(of.y, u.y, asked[t][1]);
                 }
+                of_row += kTokens;
+                u_of_row += block.num_values + kUpdatePadding;
             }
 
-            // The tokens, one after the other. A lane keeps the updates of the tokens of its column
+            // The tokens, one after the other. A lane keeps the updates of the tokens of its column. Tokens
+            // from `end` on are computed too, since no branch is faster. None before them depends on them
 #pragma unroll
             for (int j = 0; j < kTokens; ++j) {
-                if (j < begin || j >= end) continue;
                 const float beta = betas[j];
                 float2 u = make_float2(__fmul_rn(__fadd_rn(v[j / 4][0], -known[j / 4][0]), beta),
                                        __fmul_rn(__fadd_rn(v[j / 4][1], -known[j / 4][1]), beta));
+                if (j < begin) u = make_float2(0.0f, 0.0f);
                 if (at.column == j % 4) v[j / 4][0] = u.x, v[j / 4][1] = u.y;
                 u.x = __shfl_sync(kAllLanes, u.x, j % 4, 4);
                 u.y = __shfl_sync(kAllLanes, u.y, j % 4, 4);
@@ -738,36 +731,37 @@ __global__ void __launch_bounds__(kThreads, kStoresAll              ? 1
             for (int t = 0; t < kTiles; ++t) {
                 const int token = t * 4 + at.column;
                 if (token < begin || token >= end) continue;
-                *rows.updates(entry.rows + token, value) = make_float2(v[t][0], v[t][1]);
+                if (kStoresAll || part + 1 < parts)
+                    *rows.updates(entry.rows + token, value) = make_float2(v[t][0], v[t][1]);
                 float* const updates = record.update(entry.rows + token) + value;
-                Input* const to =
-                    c.has_norm() ? shared_at<Input>(job.shared.outputs) + token * block.num_values + value
-                                 : out + token * c.out.token_stride + value;
-                if (has_aligned_vectors) {
+                Input* const to = out + token * c.out.token_stride + value;
+                if (c.has_norm())
+                    *reinterpret_cast<uint32_t*>(shared_at<Input>(job.shared.outputs) +
+                                                 token * block.num_values + value) =
+                        bf16_pair(asked[t][0], asked[t][1]);
+                if constexpr (kIsAligned) {
                     *reinterpret_cast<float2*>(updates) = make_float2(v[t][0], v[t][1]);
-                    *reinterpret_cast<uint32_t*>(to) = bf16_pair(asked[t][0], asked[t][1]);
+                    if (!c.has_norm()) *reinterpret_cast<uint32_t*>(to) = bf16_pair(asked[t][0], asked[t][1]);
                 } else {
                     updates[0] = v[t][0], updates[1] = v[t][1];
-                    set(to, asked[t][0]);
-                    set(to + 1, asked[t][1]);
+                    if (!c.has_norm()) set(to, asked[t][0]), set(to + 1, asked[t][1]);
                 }
             }
             __syncwarp();  // for folds, which read the updates of the window
             if constexpr (kStoresAll) {
 #pragma unroll 1
                 for (int j = begin; j < end; ++j) {
-                    T after = tile;
-                    fold(&after, rows, folded + part * kC, before + j + 1 - part * kC, value);
+                    const int after = tile + warps * T::kBytes;
+#pragma unroll 1
+                    for (int i = 0; i < 2 * T::kChunks; ++i) T::chunk(after, 0, i) = T::chunk(tile, 0, i);
+                    fold<State>(after, rows, folded + part * kC, before + j + 1 - part * kC, value);
                     const int64_t place =
                         (first_token + j) * c.all_states_stride +
                         (block.head * c.states.value_width + block.first_value + first) * kWidth;
-                    after.store(c.all_states + place * static_cast<int64_t>(sizeof(State)), job.is_aligned,
-                                job.shared.states);
+                    T::template store<kIsAligned>(c.all_states + place * static_cast<int64_t>(sizeof(State)),
+                                                  after);
                 }
-                tile.put(job.shared.states);  // the next part reads it
-                const int next = first + warps * kRowsOfTile;
-                if (part + 1 == parts && next < block.num_values)
-                    T::fetch(state + next * T::kRowBytes, job.is_aligned, job.shared.states);
+                if (fetches) T::template fetch<kIsAligned>(state + next * T::kRowBytes, tile);
                 close_group_of_copies();
             }
         }
@@ -777,7 +771,9 @@ __global__ void __launch_bounds__(kThreads, kStoresAll              ? 1
 
     if (!c.has_norm()) return;
     __syncthreads();
-    norm_outputs<Input>(job, Window{block, r, entry.source, 0, first_token, num_tokens, true});
+    BlockPlace all = block;
+    all.num_values = kWidth;  // a constant
+    norm_outputs<Input>(job, Window{all, r, entry.source, 0, first_token, num_tokens, true});
 }
 
 // Whether the window's vectors, the rows of the record and the output begin at multiples of 16 bytes.
@@ -797,23 +793,35 @@ bool has_aligned_vectors(const VerifyArguments& c) {
 template <class State>
 void start_verify(const VerifyArguments& c, const Launch& launch) {
     const int64_t heads = c.num_requests * c.states.num_value_heads;
-    const bool has_norm = c.has_norm();
-    const bool is_short = c.record.window_rows <= 4 && c.all_states == nullptr;
+    const bool has_norm = c.has_norm(), stores_all = c.all_states != nullptr;
+    const bool is_short = c.record.window_rows <= 4 && !stores_all;
     // As in the exact form: with the norm a block has all rows of a head, and few blocks have more warps.
     const bool has_few_blocks = heads <= kEnoughBlocks;
     const int64_t values = !has_norm && has_few_blocks ? kWidth / 2 : kWidth;
     const int64_t warps = has_norm && has_few_blocks ? 8 : 4;
+    const ChunkPlaces shared(is_short ? 4 : 8, c.record.pending_rows, values, has_norm,
+                             (stores_all ? 2 : 1) * warps * Tile<State>::kBytes, stores_all,
+                             kVectorBytes<State>);
+    const auto vectors = [](const HeadsView& v, int place, int64_t shared_stride, bool of_keys) {
+        return WindowVectors{
+            v.data, v.token_stride * 2, v.head_stride * 2, place, static_cast<int>(shared_stride), of_keys};
+    };
+    const int query = shared.vectors + kVectorBytes<State>;
     const ChunkJob job{
         c,
-        ChunkPlaces(is_short ? 4 : 8, c.record.pending_rows, values, has_norm, warps * Tile<State>::kBytes),
+        shared,
         BlockPlaces(c.record, values),
-        is_aligned(c.states, c.states.data, c.states.slot_stride) &&
-            is_aligned(c.states, c.all_states, c.all_states_stride),
-        has_aligned_vectors(c),
+        {vectors(c.k, shared.vectors, 2 * kVectorBytes<State>, true),
+         vectors(c.q, query, 2 * kVectorBytes<State>, true), vectors(c.v, shared.values, values * 2, false),
+         vectors(c.gate, shared.gates, values * 2, false)},
         report_as(c.op)};
-    const auto kernel = c.all_states != nullptr ? chunk_verify_kernel<State, 8, true>
-                        : is_short              ? chunk_verify_kernel<State, 4, false>
-                                                : chunk_verify_kernel<State, 8, false>;
+    const bool are_aligned =
+        is_aligned(c.states, c.states.data, c.states.slot_stride) && has_aligned_vectors(c);
+    const auto kernel = stores_all    ? chunk_verify_kernel<State, 8, false, true>
+                        : is_short    ? are_aligned ? chunk_verify_kernel<State, 4, true, false>
+                                                    : chunk_verify_kernel<State, 4, false, false>
+                        : are_aligned ? chunk_verify_kernel<State, 8, true, false>
+                                      : chunk_verify_kernel<State, 8, false, false>;
     const LaunchShape shape = shape_for_heads(c.op, heads, kWidth / values, warps * kWarp, job.shared.bytes);
     allow_shared_memory(c.op, kernel, shape, launch);
     launch.start(kernel, shape, job);
@@ -824,7 +832,7 @@ void start_verify(const VerifyArguments& c, const Launch& launch) {
 // Grid: x = L * E * HV * (dv / rows of a block), see `BlockPlaces`; layer and entry together take the place
 // of its request. Block: x = 32 * (rows of a block / 16). A block folds some rows of one head's state: a
 // whole chunk as a window does, and then the rows after it.
-template <class State>
+template <class State, bool kIsAligned>
 __global__ void __launch_bounds__(kThreads, 2)
     chunk_fold_kernel(const __grid_constant__ FoldJob<ChunkPlaces> job) {
     using T = Tile<State>;
@@ -836,16 +844,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     const RecurrentEntry& entry = task.entry;
     const BlockPlace& block = task.block;
     task.record.is_ring = true;  // a constant
-    copy_recorded(RecordOfHead(task.record, entry, block), job.shared, entry.rows, block.num_values, false);
+    copy_recorded<false>(RecordOfHead(task.record, entry, block), job.shared, entry.rows, block.num_values);
     const int first = threadIdx.x / kWarp * kRowsOfTile;
     const auto state_of = [&](int32_t slot) {
         return task.layer->states +
                job.states.row_offset(slot, block.head, block.first_value + first) * sizeof(State);
     };
-    T::fetch(state_of(entry.source), job.is_aligned, job.shared.states);
+    const int tile = T::place(job.shared);
+    T::template fetch<kIsAligned>(state_of(entry.source), tile);
     close_group_of_copies();
-    T tile;
-    tile.read(job.shared.states);
+    wait_for_copies<0>();
     __syncthreads();
 
     // ---- Fold and store
@@ -853,8 +861,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const ChunkRows rows{job.shared, entry.rows, block.num_values};
 #pragma unroll 1
     for (int begin = 0; begin < entry.rows; begin += kC)
-        fold(&tile, rows, begin, min(kC, entry.rows - begin), first + 2 * LaneOfTile().row);
-    tile.store(state_of(entry.target), job.is_aligned, job.shared.states);
+        fold<State>(tile, rows, begin, min(kC, entry.rows - begin), first + 2 * LaneOfTile().row);
+    T::template store<kIsAligned>(state_of(entry.target), tile);
 }
 
 template <class State>
@@ -863,21 +871,23 @@ void start_fold(const FoldArguments& f, const Launch& launch) {
     const int64_t values =
         values_of_block(f.record, heads_of_layer * static_cast<int64_t>(f.layers.size()), kWidth);
     const int64_t warps = values / kRowsOfTile;
-    FoldJob<ChunkPlaces> job{f.states,
-                             f.record,
-                             f.plan,
-                             f.window_id,
-                             ChunkPlaces(0, f.record.rows, values, false, warps * Tile<State>::kBytes),
-                             BlockPlaces(f.record, values),
-                             FastDivisor(f.plan.length),
-                             all_are_aligned(f),
-                             report_as(f.op),
-                             {}};
+    FoldJob<ChunkPlaces> job{
+        f.states,
+        f.record,
+        f.plan,
+        f.window_id,
+        ChunkPlaces(0, f.record.rows, values, false, warps * Tile<State>::kBytes, false, kVectorBytes<State>),
+        BlockPlaces(f.record, values),
+        FastDivisor(f.plan.length),
+        all_are_aligned(f),
+        report_as(f.op),
+        {}};
     const auto shape_of = [&](int64_t layers) {
         return shape_for_heads(f.op, heads_of_layer * layers, kWidth / values, warps * kWarp,
                                job.shared.bytes);
     };
-    start_folds(f, &job, chunk_fold_kernel<State>, shape_of, launch);
+    start_folds(f, &job, job.is_aligned ? chunk_fold_kernel<State, true> : chunk_fold_kernel<State, false>,
+                shape_of, launch);
 }
 
 }  // namespace
