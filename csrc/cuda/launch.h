@@ -32,7 +32,7 @@ struct LaunchShape {
     size_t shared_bytes = 0;
 };
 
-inline int64_t ceil_div(int64_t n, int64_t d) {
+constexpr int64_t ceil_div(int64_t n, int64_t d) {
     return (n + d - 1) / d;
 }
 

@@ -48,22 +48,22 @@ constexpr int kKeyBytes = kWidth * 2 + 16;  // of the record
 constexpr int kUpdatePadding = 4;           // elements
 template <class State>
 constexpr int kVectorBytes = kWidth * 2 + (sizeof(State) == 4 ? 32 : 64);  // of the window
-constexpr int kMostRows = kC - 1 + kMostChunkWindow;                       // after a base
+constexpr int kMostRowsAfterBase = kC - 1 + kMostChunkWindow;              // after a base
 static_assert(kC == 16, "the depth of a tensor-core product");
 
 // Offsets in the shared memory of a block, in bytes.
 struct ChunkPlaces {
-    int keys, vectors;            // raw: keys of the record; of each token the key and the query
-    int values, updates;          // [tokens, values], [rows + tokens, values]
-    int decays, norms;            // [rows + tokens]: of the record, then of the window
-    int query_norms, betas;       // [tokens]
-    int totals, coefficients;     // [tokens], [kMostRows, tokens]: for a token's key and for its query
-    int weights, gates, outputs;  // of the norm
-    int states;
-    int bytes, vector_bytes;  // in all, and `kVectorBytes`
+    int keys = 0, vectors = 0;                // raw: keys of the record; of each token the key and the query
+    int values = 0, updates = 0;              // [tokens, values], [rows, values + padding]
+    int decays = 0, norms = 0;                // [rows + tokens]: of the record, then of the window
+    int query_norms = 0, betas = 0;           // [tokens]
+    int totals = 0, coefficients = 0;         // [tokens], [rows, tokens]: for a token's key and for its query
+    int weights = 0, gates = 0, outputs = 0;  // of the norm
+    int states = 0;
+    int bytes = 0, vector_bytes = 0;  // in all, and `kVectorBytes`
 
-    ChunkPlaces(int64_t tokens, int64_t rows, int64_t num_values, bool has_norm, int64_t state_bytes,
-                bool stores_all, int vector_bytes)
+    constexpr ChunkPlaces(int64_t tokens, int64_t rows, int64_t num_values, bool has_norm,
+                          int64_t state_bytes, bool stores_all, int vector_bytes)
         : vector_bytes(vector_bytes) {
         int64_t end = 0;
         const auto take = [&end](int64_t bytes) {
@@ -80,14 +80,17 @@ struct ChunkPlaces {
         query_norms = take(tokens * 4);
         betas = take(tokens * 4);
         totals = take(tokens * 8);
-        coefficients = take(kMostRows * tokens * 8);
+        coefficients = take(kMostRowsAfterBase * tokens * 8);
         weights = take(has_norm ? num_values * 4 : 0);
         gates = take(has_norm ? tokens * num_values * 2 : 0);
-        outputs = values;  // each thread writes where it has read
+        outputs = values;  // each thread writes where it has read; later it reads and ignores its output
         states = take(state_bytes);
         bytes = static_cast<int>(end);
     }
 };
+
+static_assert(ChunkPlaces(kMostChunkWindow, kMostRowsAfterBase, kWidth, true, 64 << 10, true, 288).bytes <=
+              99 << 10);  // the largest window fits GPUs of compute capability 8.6, 8.9 and 12.0
 
 // The rows in shared memory: those of the record that the plan names, then those of the window.
 struct ChunkRows {
@@ -172,7 +175,7 @@ struct Tile {
         return (2 * at.row + i / kChunks) * kRowBytes + i % kChunks * 64 + at.column * 16;
     }
 
-    // Starts to copy rows to shared memory.
+    // Copies rows to shared memory, asynchronously if they are aligned.
     template <bool kIsAligned>
     static __device__ void fetch(const char* state, int place) {
 #pragma unroll kIsAligned ? 2 * kChunks : 1
@@ -440,8 +443,8 @@ struct ChunkWindow {
     bool records_keys;         // the block records the keys of the window
 };
 
-// Computes the factors that normalize the window's keys, which are recorded, and its queries: every
-// `warps`-th vector from number `first` on.
+// Computes the factors that normalize the window's keys, which are recorded, and its queries. A warp takes
+// four vectors at a time: groups `first`, `first + warps`, ...
 template <bool kIsAligned>
 __device__ void find_norms(const ChunkPlaces& places, const ChunkWindow& w, int first, int warps) {
     const int lane = threadIdx.x % kWarp;
@@ -549,6 +552,10 @@ __device__ void find_coefficients(const ChunkPlaces& places, const ChunkRows& ro
         for (int r = 0; r < 2; ++r) {
             const int token = t * 4 + at.column;
             if (token >= num_tokens || row[r] >= count) continue;
+            if (row[r] < kC && before + token >= kC) {  // of an earlier chunk: x + -0 * 0 is x, with its sign
+                coefficients[row[r] * kTokens + token] = make_float2(-0.0f, -0.0f);
+                continue;
+            }
             const float factor = __fmul_rn(norms[row[r]], decay[t][r]);
             coefficients[row[r] * kTokens + token] =
                 make_float2(__fmul_rn(__fmul_rn(dots[t][2 * r], factor), norms[before + token]),
@@ -569,8 +576,8 @@ struct ChunkJob {
 // Grid: x = Q * HV * (dv / rows of a block), see `BlockPlaces`. Block: x = 32 * warps, 128 or 256. A block
 // runs all tokens of one request on some rows of one head's state. A warp takes 16 rows at a time.
 // `kTokens`: 4 or 8, at least the tokens of a window. `kStoresAll`: whether there is `all_states`. Then a
-// state is folded for each token, which is slow. `kIsAligned`: whether states and vectors are at multiples of
-// 16 bytes. Five blocks of 128 threads fit a multiprocessor with 96 registers per thread.
+// state is folded for each token, which is slow. `kIsAligned`: whether states, vectors and records are at
+// multiples of 16 bytes. Five blocks of 128 threads fit a multiprocessor with 96 registers per thread.
 template <class State, int kTokens, bool kIsAligned, bool kStoresAll>
 __global__ void __launch_bounds__(kStoresAll ? kThreads : kThreads * 5 / 4, kStoresAll ? 1 : 2)
     chunk_verify_kernel(const __grid_constant__ ChunkJob job) {
@@ -700,8 +707,9 @@ __global__ void __launch_bounds__(kStoresAll ? kThreads : kThreads * 5 / 4, kSto
                 u_of_row += block.num_values + kUpdatePadding;
             }
 
-            // The tokens, one after the other. A lane keeps the updates of the tokens of its column. Tokens
-            // from `end` on are computed too, since no branch is faster. None before them depends on them
+            // The tokens, one after the other. A lane keeps the updates of the tokens of its column. All are
+            // computed, since a branch is slower: those from `end` on influence only later ones, and those
+            // before `begin`, which are in the base, get an update of 0
 #pragma unroll
             for (int j = 0; j < kTokens; ++j) {
                 const float beta = betas[j];
@@ -772,7 +780,7 @@ __global__ void __launch_bounds__(kStoresAll ? kThreads : kThreads * 5 / 4, kSto
     if (!c.has_norm()) return;
     __syncthreads();
     BlockPlace all = block;
-    all.num_values = kWidth;  // a constant
+    all.num_values = kWidth;  // with the norm a block has all rows
     norm_outputs<Input>(job, Window{all, r, entry.source, 0, first_token, num_tokens, true});
 }
 
@@ -798,7 +806,7 @@ void start_verify(const VerifyArguments& c, const Launch& launch) {
     // As in the exact form: with the norm a block has all rows of a head, and few blocks have more warps.
     const bool has_few_blocks = heads <= kEnoughBlocks;
     const int64_t values = !has_norm && has_few_blocks ? kWidth / 2 : kWidth;
-    const int64_t warps = has_norm && has_few_blocks ? 8 : 4;
+    const int64_t warps = has_norm && has_few_blocks && !stores_all ? 8 : 4;
     const ChunkPlaces shared(is_short ? 4 : 8, c.record.pending_rows, values, has_norm,
                              (stores_all ? 2 : 1) * warps * Tile<State>::kBytes, stores_all,
                              kVectorBytes<State>);
