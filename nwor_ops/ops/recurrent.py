@@ -272,7 +272,7 @@ def gated_delta_verify(
 
     This equals the formula above up to rounding. The bits of a token depend only on S0 and on the rows of its chunk.
     They do not depend on how tokens fall into windows. If a window passes the end of a chunk, the kernel folds the
-    chunk in registers. The next window stores the same bits.
+    chunk in a copy of the state. The next window stores the same bits.
 
     ``query_start_loc`` defines the Q requests. A row of zeros in ``plan`` means padding, or no window. For such a
     request the kernel only writes zeros to its tokens in ``out``. Another kernel may write them after this call. Tokens

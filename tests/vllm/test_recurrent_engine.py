@@ -1252,8 +1252,7 @@ def chunked_engine(**found: Any) -> SimpleNamespace:
 
 
 @pytest.mark.usefixtures("any_vllm")
-def test_records_of_the_chunk_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supported, "_capability", lambda: (9, 0))
+def test_records_of_the_chunk_form() -> None:
     config = chunked_engine(cache_config__mamba_ssm_cache_dtype="bfloat16")
     assert RecordGeometry.of(config) == CHUNK
     assert supported.uses_recurrent(config)
@@ -1266,23 +1265,19 @@ def test_records_of_the_chunk_form(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("any_vllm")
 @pytest.mark.parametrize(
-    ("found", "capability", "because"),
+    ("found", "because"),
     [
-        (KIMI, None, "each channel of a key has a decay (KDA), and the kernel needs one per head"),
-        ({"model_config__hf_text_config__linear_key_head_dim": 64}, None, "heads of keys are 64 wide, not 128"),
-        ({"model_config__hf_text_config__linear_value_head_dim": 64}, None, "heads of values are 64 wide, not 128"),
-        ({"num_speculative_tokens": 8}, None, "windows have 9 tokens, more than 8"),
-        ({"model_config__dtype": torch.float16}, None, "the model's dtype is torch.float16, not torch.bfloat16"),
-        ({}, (8, 9), "the GPU has compute capability 8.9"),
-        ({"cache_config__prefix_match_unit": 24}, (9, 0), "prefix_match_unit: 24 tokens, not a multiple of 16"),
-        ({"cache_config__mamba_cache_mode": "align", "cache_config__mamba_block_size": 136}, (9, 0),
+        (KIMI, "each channel of a key has a decay (KDA), and the kernel needs one per head"),
+        ({"model_config__hf_text_config__linear_key_head_dim": 64}, "heads of keys are 64 wide, not 128"),
+        ({"model_config__hf_text_config__linear_value_head_dim": 64}, "heads of values are 64 wide, not 128"),
+        ({"num_speculative_tokens": 8}, "windows have 9 tokens, more than 8"),
+        ({"model_config__dtype": torch.float16}, "the model's dtype is torch.float16, not torch.bfloat16"),
+        ({"cache_config__prefix_match_unit": 24}, "prefix_match_unit: 24 tokens, not a multiple of 16"),
+        ({"cache_config__mamba_cache_mode": "align", "cache_config__mamba_block_size": 136},
          "blocks of recurrent states: 136 tokens, not a multiple of 16"),
     ],
 )  # fmt: skip
-def test_engines_that_the_chunk_form_refuses(
-    monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], capability: Any, because: str
-) -> None:
-    monkeypatch.setattr(supported, "_capability", lambda: capability)
+def test_engines_that_the_chunk_form_refuses(found: dict[str, Any], because: str) -> None:
     problem = str(supported.problem_of(chunked_engine(**found)))
     assert problem == f"VLLM_NWOR_RECURRENT=chunk: {because}; VLLM_NWOR_RECURRENT=exact supports it"
 

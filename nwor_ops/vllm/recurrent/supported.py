@@ -14,7 +14,7 @@ from nwor_ops.vllm.recurrent.models import model_of
 from nwor_ops.vllm.recurrent.models.model import LAYERS, Model
 from nwor_ops.vllm.recurrent.page import RecordGeometry
 from nwor_ops.vllm.support.connectors import connectors_of
-from nwor_ops.vllm.support.features import CHUNK_CAPABILITIES, KEY_WIDTHS, RECURRENT, VALUE_WIDTHS
+from nwor_ops.vllm.support.features import KEY_WIDTHS, RECURRENT, VALUE_WIDTHS
 from nwor_ops.vllm.support.refusals import (
     CHUNK_FORM,
     STATE,
@@ -112,8 +112,8 @@ def check_geometry(geometry: Any, state_dtype: Any) -> None:
         raise STATE.because(what=f"keys are {geometry.key_dtype}")
 
 
-def check_chunk(vllm_config: Any, geometry: Any, capability: Any) -> None:
-    """Check that the kernels of the chunk form support an engine. ``capability``: None if this machine has no GPU."""
+def check_chunk(vllm_config: Any, geometry: Any) -> None:
+    """Check that the kernels of the chunk form support an engine."""
     if geometry.per_channel:
         raise CHUNK_FORM.because(what="each channel of a key has a decay (KDA), and the kernel needs one per head")
     for what, width in (("keys", geometry.key_width), ("values", geometry.value_width)):
@@ -123,8 +123,6 @@ def check_chunk(vllm_config: Any, geometry: Any, capability: Any) -> None:
         raise CHUNK_FORM.because(what=f"windows have {geometry.rows} tokens, more than {MOST_CHUNK_WINDOW}")
     if str(geometry.key_dtype) != "torch.bfloat16":
         raise CHUNK_FORM.because(what=f"the model's dtype is {geometry.key_dtype}, not torch.bfloat16")
-    if capability is not None and tuple(capability) not in CHUNK_CAPABILITIES:
-        raise CHUNK_FORM.because(what=f"the GPU has compute capability {'.'.join(map(str, capability))}")
     cache = vllm_config.cache_config
     sizes = {"prefix_match_unit": getattr(cache, "prefix_match_unit", None)}
     if cache.mamba_cache_mode == "align":
@@ -166,14 +164,6 @@ def _problem_of_vllm(model: Model) -> str | None:
     return None
 
 
-def _capability() -> tuple[int, int] | None:
-    """Return the compute capability of this machine's GPU, or None without one. It does not initialize CUDA."""
-    from vllm.platforms import current_platform
-
-    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    return None if capability is None else (capability.major, capability.minor)
-
-
 def checks_of(vllm_config: Any) -> Iterator[Callable[[], None]]:
     """Yield the checks of a configuration, in order. Each raises :class:`Unsupported`, and may rely on the ones before.
 
@@ -184,7 +174,7 @@ def checks_of(vllm_config: Any) -> Iterator[Callable[[], None]]:
     yield lambda: check_state_connectors(vllm_config)
     yield lambda: check_geometry(RecordGeometry.of(vllm_config), model.state_dtype(vllm_config))
     if settings_of(vllm_config).chunk:
-        yield lambda: check_chunk(vllm_config, RecordGeometry.of(vllm_config), _capability())
+        yield lambda: check_chunk(vllm_config, RecordGeometry.of(vllm_config))
     yield lambda: check_registered(model)
     yield lambda: _check_connector_hooks(vllm_config)
 

@@ -17,8 +17,6 @@ DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN")
 DRAFT_CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 CACHE_SPECS = (*DRAFT_CACHE_SPECS, "MLAAttentionSpec")
 KEY_WIDTHS, VALUE_WIDTHS = (64, 96, 128, 256), (64, 128, 192, 256)  # elements per head of a recurrent state
-# GPUs with enough shared memory for the chunk form, by compute capability.
-CHUNK_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 # This compiler pass in vLLM replaces the cache writer of MLA layers with a kernel that also rotates the key. The
 # passes for other layers exist only for ROCm.
 FUSED_MLA_WRITER = "fuse_rope_kvcache_cat_mla"

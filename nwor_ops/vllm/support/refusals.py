@@ -14,7 +14,6 @@ from typing import Any
 from nwor_ops.transaction.manager import MODES
 from nwor_ops.vllm.support.features import (
     CACHE_SPECS,
-    CHUNK_CAPABILITIES,
     DEVICES,
     DRAFT_BACK_ENDS,
     DRAFT_GRAPHS,
@@ -242,8 +241,7 @@ STATE = Refusal(
     change='--mamba-ssm-cache-dtype, "num_speculative_tokens" in --speculative-config')
 CHUNK_FORM = Refusal(
     "`VLLM_NWOR_RECURRENT=chunk` with a decay per channel (KDA), heads other than 128 wide, another `dtype` than "
-    "bfloat16, windows of more than 8 tokens, GPUs of another compute capability than "
-    f"{', '.join(f'{major}.{minor}' for major, minor in CHUNK_CAPABILITIES)}, blocks that are no multiple of 16",
+    "bfloat16, windows of more than 8 tokens, blocks that are no multiple of 16",
     recurrent="the kernel of the chunk form does not support them",
     message="VLLM_NWOR_RECURRENT=chunk: {what}; VLLM_NWOR_RECURRENT=exact supports it",
     change="VLLM_NWOR_RECURRENT=exact")
