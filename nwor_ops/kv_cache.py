@@ -51,6 +51,7 @@ class Plane(BoundToMemory):
 
     def __post_init__(self) -> None:
         validation.tensor("Plane: view", self.view)
+        validation.own_memory("Plane: view", self.view)
         if self.view.dim() != 4:
             raise ValueError(
                 "Plane: view must be [num_blocks, block_size, num_kv_heads, width], got "
@@ -61,6 +62,7 @@ class Plane(BoundToMemory):
         if self.page_offsets is None:
             return
         validation.tensor("Plane: page_offsets", self.page_offsets, torch.int32, device=self.view.device)
+        validation.own_memory("Plane: page_offsets", self.page_offsets)
         if self.page_offsets.shape != (self.view.shape[1], self.view.shape[3]):
             raise ValueError(
                 f"Plane: page_offsets must be [block_size, width], {[self.view.shape[1], self.view.shape[3]]}, got "

@@ -18,19 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from nwor_ops import validation
 from nwor_ops.ops import bound, registry
 
 MIN_TORCH = (2, 11)  # as in pyproject.toml, from which setup.py derives the version of the stable ABI
 STABLE_ABI_TARGET = f"{MIN_TORCH[0]}.{MIN_TORCH[1]}"
 FOLDER = pathlib.Path(__file__).resolve().parent
-
-# Dispatch keys of views that torch resolves when they are read. A kernel would read the unresolved memory, and torch's
-# default for these keys copies mutated arguments, including whole caches.
-_LAZY_VIEWS = {
-    "Negative": ("a negative view", Tensor.is_neg),
-    "Conjugate": ("a conjugate view", Tensor.is_conj),
-    "ZeroTensor": ("a zero without memory", Tensor._is_zerotensor),
-}
 
 
 @dataclass(frozen=True)
@@ -112,6 +105,6 @@ def loaded_libraries() -> tuple[CompiledLibrary, ...]:
         for library in libraries:
             if library.problem:
                 registry.implement(op, partial(_refuse_device, op, library.problem), library.dispatch_key)
-        for key, (view, is_lazy) in _LAZY_VIEWS.items():
+        for key, (view, is_lazy) in validation.LAZY_VIEWS.items():
             registry.implement(op, partial(_refuse_view, op, view, is_lazy), key)
     return libraries

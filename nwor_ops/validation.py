@@ -11,8 +11,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 INT32_MAX = 2**31 - 1  # rows, tokens and requests are numbered in int32
+
+# Dispatch keys of views that torch resolves when they are read. A kernel would read the unresolved memory, and torch's
+# default for these keys copies mutated arguments, including whole caches.
+LAZY_VIEWS = {
+    "Negative": ("a negative view", Tensor.is_neg),
+    "Conjugate": ("a conjugate view", Tensor.is_conj),
+    "ZeroTensor": ("a zero without memory", Tensor._is_zerotensor),
+}
 
 
 def reads_values(device: torch.device) -> bool:
@@ -87,6 +96,27 @@ def tensor(
     if dims is not None and (value.dim() != dims or (dims > 0 and value.shape[0] < least)):
         words = "one dimension" if dims == 1 else f"{dims} dimensions"
         raise ValueError(f"{what} must have {words}, the first of at least {least}, got {list(value.shape)}")
+
+
+def gradient_error(tensor: Tensor) -> str | None:
+    """Return why a tensor with derivatives is refused, or None if it has none."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return (
+            "must not require a gradient, the op has no backward; call it under torch.no_grad() or "
+            "torch.inference_mode(), or pass .detach()"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        return "must not have a tangent, the op has no forward derivative; pass .detach()"
+    return None
+
+
+def own_memory(what: str, value: Tensor) -> None:
+    """Raise as the ops for a tensor whose address is kept: ValueError for a lazy view, RuntimeError for derivatives."""
+    for view, is_lazy in LAZY_VIEWS.values():
+        if is_lazy(value):
+            raise ValueError(f"{what} must have its own memory, got {view}; pass a copy")
+    if (error := gradient_error(value)) is not None:
+        raise RuntimeError(f"{what} {error}")
 
 
 def device(what: str, value: Any) -> torch.device:

@@ -94,6 +94,7 @@ class DraftBuffers(BoundToMemory):
         for name, (dtypes, dims, least) in shapes.items():
             what, tensor = f"DraftBuffers: {name}", getattr(self, name)
             validation.tensor(what, tensor, *dtypes, dims=dims, least=least, device=self.device)
+            validation.own_memory(what, tensor)
             if dims != 2 and not tensor.is_contiguous():
                 raise ValueError(f"{what} must be contiguous, got strides {list(tensor.stride())}")
 

@@ -69,6 +69,7 @@ class DraftVocabulary:
             raise ValueError(f"DraftVocabulary: head must have contiguous rows, got strides {list(head.stride())}")
         if head.requires_grad:
             raise RuntimeError("DraftVocabulary: head must not require a gradient; pass head.detach()")
+        validation.own_memory("DraftVocabulary: head", head)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name: what must survive if an engine frees its memory."""

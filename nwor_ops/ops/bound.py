@@ -90,6 +90,7 @@ def bind(op: str, after: Tensor | None = None, begun: Tensor | None = None, **ar
         ValueError, TypeError, RuntimeError: as the op.
     """
     declared = registry.OPS[op]
+    registry.refuse_gradients(declared, (), arguments)
     try:
         return _bind[op](*declared.arguments((), arguments).values(), after, begun)
     except (ValueError, TypeError, RuntimeError) as error:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from nwor_ops import validation
 from nwor_ops.arguments import bool_error, describe_type_error
 from nwor_ops.torch_fixes import before_lowering
 
@@ -97,7 +98,7 @@ def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Fun
                     raise error
             # Serving disables gradients, which skips this check of every plane.
             if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-                _refuse_gradients(declared, arguments, named)
+                refuse_gradients(declared, arguments, named)
             try:
                 return overload(*arguments, **named)
             except (ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -148,24 +149,13 @@ def implement_fake(op: str, kernel: Callable[..., Any]) -> None:
 _TYPE_ERROR = re.compile(r" must have dtype | must be on device ")
 
 
-def _refuse_gradients(op: Op, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+def refuse_gradients(op: Op, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
     for name, argument in (*zip(op.names, arguments, strict=False), *named.items()):
         elements = argument if isinstance(argument, (list, tuple)) else (argument,)
         for index, element in enumerate(elements):
-            if isinstance(element, Tensor) and (error := _gradient_error(element)) is not None:
+            if isinstance(element, Tensor) and (error := validation.gradient_error(element)) is not None:
                 place = name if element is argument else f"{name}[{index}]"
                 raise RuntimeError(f"{op.name}: {place} {error}")
-
-
-def _gradient_error(tensor: Tensor) -> str | None:
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return (
-            "must not require a gradient, the op has no backward; call it under torch.no_grad() or "
-            "torch.inference_mode(), or pass .detach()"
-        )
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-        return "must not have a tangent, the op has no forward derivative; pass .detach()"
-    return None
 
 
 def translated(op: Op, arguments: Sequence[Any], named: Mapping[str, Any], error: Exception) -> Exception:

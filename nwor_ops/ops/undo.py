@@ -163,7 +163,8 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
             storage.
 
     Raises:
-        ValueError, TypeError: no plane, or planes of different geometries.
+        ValueError, TypeError: no plane, a lazy view, or planes of different geometries.
+        RuntimeError: a plane requires a gradient.
 
     Example:
         >>> import torch
@@ -181,6 +182,7 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
     validation.tensor("plane_table: caches[0]", first)
     for index, cache in enumerate(caches):
         validation.tensor(f"plane_table: caches[{index}]", cache, first.dtype, device=first.device)
+        validation.own_memory(f"plane_table: caches[{index}]", cache)
         if cache.shape != first.shape or cache.stride() != first.stride():
             raise ValueError(
                 f"plane_table: caches[{index}] must be of the shape and strides of caches[0], {tuple(first.shape)} and "

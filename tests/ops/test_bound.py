@@ -303,6 +303,10 @@ def test_bind_checks_as_the_op(op):
     lazy = torch._neg_view(named(op, arguments)[name])
     with pytest.raises(ValueError, match=f"^{op}: {name} must have its own memory, got a negative view"):
         bind(op, **named(op, with_arguments(op, arguments, **{name: lazy})))
+    if "caches" in argument_names(op):
+        learned = [torch.zeros(2, requires_grad=True)]
+        with pytest.raises(RuntimeError, match=rf"^{op}: caches\[0\] must not require a gradient"):
+            bind(op, **named(op, with_arguments(op, arguments, caches=learned)))
 
 
 def test_a_trace_refuses_bound_calls():

@@ -74,6 +74,18 @@ def test_planes_of_another_geometry(second, error, sentence):
         ops.plane_table([plane, second(plane)])
 
 
+def test_planes_that_kernels_cannot_use():
+    """The table hides them from the checks of the ops that get it."""
+    plane = torch.zeros(2, 2, 2, 4)
+    for wrong, error, sentence in (
+        (torch._neg_view(plane), ValueError, "have its own memory, got a negative view; pass a copy$"),
+        (torch._efficientzerotensor(2, 2, 2, 4), ValueError, "have its own memory, got a zero without memory"),
+        (torch.zeros(2, 2, 2, 4, requires_grad=True), RuntimeError, "not require a gradient, the op has no backward"),
+    ):
+        with pytest.raises(error, match=rf"^plane_table: caches\[1\] must {sentence}"):
+            ops.plane_table([plane, wrong])
+
+
 def test_no_planes():
     with pytest.raises(ValueError, match=r"^plane_table: caches must hold at least one plane, got none$"):
         ops.plane_table([])

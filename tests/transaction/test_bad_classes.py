@@ -13,6 +13,7 @@ from transactions import one_thread  # noqa: F401
 import nwor_ops
 from nwor_ops import (
     DraftCommitManager,
+    DraftVocabulary,
     KVCacheInterceptor,
     LayerCache,
     Plane,
@@ -235,6 +236,23 @@ def test_tensors_that_are_not_dense():
         refused(Plane, {}, "view", value, "^Plane: view must be a dense tensor, got ", TypeError)
         # In the words of an error about another type.
         refused(DraftCommitManager, MANAGER, "device", value, "^DraftCommitManager: device must be .* got ", TypeError)
+
+
+def test_tensors_that_kernels_cannot_use():
+    """A class refuses them where it gets them, not in its first window."""
+    buffers, head = draft_tensors(), torch.eye(4)
+    for what, call, value in (
+        ("Plane: view", LayerCache.packed, CACHE),
+        ("Plane: page_offsets", lambda offsets: Plane(CACHE, offsets), OFFSETS),
+        ("DraftBuffers: seq_lens", lambda lens: DraftBuffers(**buffers | {"seq_lens": lens}), buffers["seq_lens"]),
+        ("DraftVocabulary: head", lambda head: DraftVocabulary(head, rows=2), head),
+        ("DraftVocabulary: head", DraftVocabulary(head, rows=2).reload, head),
+    ):
+        call(value)
+        with pytest.raises(ValueError, match=f"^{what} must have its own memory, got a negative view; pass a copy$"):
+            call(torch._neg_view(value))
+    with pytest.raises(RuntimeError, match=r"^Plane: view must not require a gradient, the op has no backward"):
+        LayerCache.packed(torch.zeros_like(CACHE, requires_grad=True))
 
 
 def test_two_layers_of_a_group_have_different_caches():
