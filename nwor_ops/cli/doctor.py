@@ -144,6 +144,7 @@ def _settings() -> Finding:
 
     from nwor_ops.vllm.hooks import version_problem
     from nwor_ops.vllm.support.features import DEVICES, DRAFT_GRAPHS, DRAFT_VOCABULARY, RECURRENT, TRANSACTION
+    from nwor_ops.vllm.support.refusals import device_problem
 
     try:
         config = NworConfig.load()
@@ -154,8 +155,7 @@ def _settings() -> Finding:
     switched_on = {TRANSACTION: config.mode != "off", DRAFT_GRAPHS: config.draft_graphs, RECURRENT: config.recurrent,
                    DRAFT_VOCABULARY: config.draft_vocabulary}  # fmt: skip
     device = current_platform.device_type
-    absent = [feature for feature in DEVICES if version_problem(feature) or device not in DEVICES[feature]]
-    if impossible := [feature for feature in absent if switched_on[feature]]:
-        detail = f"this vLLM or its device cannot have: {', '.join(impossible)}; nwor-ops check says why"
-        return Finding(VLLM, "settings", not config.strict, detail)
+    problems = {one: device_problem(device, one) or version_problem(one) for one in DEVICES if switched_on[one]}
+    if impossible := [f"{feature} ({problem})" for feature, problem in problems.items() if problem]:
+        return Finding(VLLM, "settings", not config.strict, f"cannot run here: {', '.join(impossible)}")
     return Finding(VLLM, "settings", True, "every variable is valid")

@@ -110,8 +110,16 @@ def test_doctor_finds_invalid_settings(variable, value, name, monkeypatch, capsy
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("feature", ["recurrent", "draft graphs", "draft vocabulary", "transaction"])
-def test_doctor_finds_feature_without_device(feature, monkeypatch):
+@pytest.mark.parametrize(
+    ("feature", "why"),
+    [
+        ("recurrent", "device cpu: it uses vLLM's CUDA kernels"),
+        ("draft graphs", "device cpu: CUDA graphs need CUDA"),
+        ("draft vocabulary", "device cpu: only cuda is supported"),
+        ("transaction", "device none: only cpu and cuda are supported"),
+    ],
+)
+def test_doctor_finds_feature_without_device(feature, why, monkeypatch):
     """Such a server starts only if it may go on without the feature. A transaction needs a GPU or vLLM's CPU engine."""
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", "0.33.0")
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
@@ -121,9 +129,16 @@ def test_doctor_finds_feature_without_device(feature, monkeypatch):
     else:
         monkeypatch.setenv("VLLM_NWOR_" + feature.replace(" ", "_").upper(), "1")
     finding = next(doctor._vllm())
-    assert (finding.name, finding.ok, feature in finding.detail) == ("settings", False, True)
+    assert (finding.name, finding.ok, finding.detail) == ("settings", False, f"cannot run here: {feature} ({why})")
     monkeypatch.setenv("VLLM_NWOR_ON_UNSUPPORTED", "vanilla")
     assert next(doctor._vllm()).ok is True
+
+
+def test_doctor_says_which_version_a_feature_needs(monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", "0.31.0")
+    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    why = "vLLM 0.31.0 is not supported; supported are 0.32, 0.33"
+    assert next(doctor._vllm()).detail == f"cannot run here: transaction ({why})"
 
 
 def test_doctor_says_that_everything_is_off(monkeypatch):

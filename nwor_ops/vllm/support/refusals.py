@@ -362,14 +362,21 @@ REFUSALS = (
 # fmt: on
 
 
+def device_problem(device_type: str, use: str) -> str | None:
+    """Return why a feature cannot run on a device, or None if it can. vLLM's name of no device is empty."""
+    if device_type in DEVICES[use]:
+        return None
+    return DEVICE.message.format(device=device_type or "none", why=DEVICE.why(use) or "only cuda is supported")
+
+
 def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION, mode: str = "") -> None:
     """Check the configuration of an engine for a feature. Later checks look at its layers and KV-cache groups.
 
     Without a mode of the transaction, refusals for a single mode are skipped.
     """
     parts = list[tuple[str, str]]()
-    if device_type not in DEVICES[use]:
-        parts.append((DEVICE.message.format(device=device_type, why=DEVICE.why(use)), DEVICE.change))
+    if problem := device_problem(device_type, use):
+        parts.append((problem, DEVICE.change))
     if use == DRAFT_GRAPHS:
         runner, method = "V2" if vllm_config.use_v2_model_runner else "V1", vllm_config.speculative_config.method
         if method not in DRAFT_METHODS[runner]:
