@@ -142,15 +142,15 @@ def device(what: str, value: Any) -> torch.device:
     return found
 
 
-def token_offset(method: str, value: Any, num_tokens: int, max_num_tokens: int) -> None:
+def token_offset(method: str, layer: str, value: Any, num_tokens: int, max_num_tokens: int) -> None:
     """Raise if a micro-batch of ``num_tokens`` at this offset is not inside a batch of ``max_num_tokens``."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt))):
-        raise TypeError(f"{method}: token_offset must be an integer, got {shown(value)}")
+        raise TypeError(f"{method} of layer {layer!r}: token_offset must be an integer, got {shown(value)}")
     most: Any = max(max_num_tokens - num_tokens, 0)
     if value < 0 or value > most or num_tokens > max_num_tokens:
         raise ValueError(
-            f"{method}: token_offset must be 0 to {most} for {num_tokens} of {max_num_tokens} tokens "
-            f"(max_num_tokens), got {value}"
+            f"{method} of layer {layer!r}: token_offset must be 0 to {most} for {num_tokens} of {max_num_tokens} "
+            f"tokens (max_num_tokens), got {value}"
         )
 
 

@@ -164,7 +164,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
         """
         validation.tensor("stage: key", key)
         layer, tokens = self._layer(name, "stage"), key.shape[0]
-        validation.token_offset("stage", token_offset, tokens, self.max_num_tokens)
+        validation.token_offset("stage", name, token_offset, tokens, self.max_num_tokens)
         self._require_window("stage", name, key)
         assert layer.staged is not None
         staged_key, staged_value = map(static, layer.staged)

@@ -91,7 +91,7 @@ class LayerWriter(BoundToMemory):
         """
         log_rows = self._buffers.log_rows
         if type(token_offset) is not int or token_offset != 0:
-            validation.token_offset(method, token_offset, slot_mapping.shape[0], log_rows.shape[0])
+            validation.token_offset(method, self._layer.name, token_offset, slot_mapping.shape[0], log_rows.shape[0])
             log_rows = log_rows[token_offset:]
         if self._class_log is not None and waits_for_checks(slot_mapping):
             rows = log_rows[: slot_mapping.shape[0]]
@@ -99,7 +99,7 @@ class LayerWriter(BoundToMemory):
             planned = self._row_slots[rows[tokens]]
             for token in tokens[slot_mapping[tokens] != planned].tolist():
                 raise ValueError(
-                    f"{method}: slot_mapping must have the slots of the window, got slot {int(slot_mapping[token])} "
-                    f"for the draft at index {token}, which has another slot there"
+                    f"{method} of layer {self._layer.name!r}: slot_mapping must have the slots of the window, got slot "
+                    f"{int(slot_mapping[token])} for the draft at index {token}, which has another slot there"
                 )
         return log_rows

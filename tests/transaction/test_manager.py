@@ -140,7 +140,7 @@ def test_tokens_outside_batch_are_refused(method, token_offset):
     manager = allocated_manager()
     manager.begin(small_window())
     arguments = (*key_value(), torch.arange(4)) if method == "write" else (torch.arange(4),)
-    with pytest.raises((ValueError, TypeError), match=rf"^{method}: token_offset must "):
+    with pytest.raises((ValueError, TypeError), match=rf"^{method} of layer 'a': token_offset must "):
         getattr(manager, method)("a", *arguments, token_offset=token_offset)
 
 
@@ -283,8 +283,8 @@ def test_debug_mode_compares_the_slots(start, monkeypatch):
         elsewhere[place] += 1
         rows = tuple(plane_rows[start:] for plane_rows in transactions.rows(name, batch.num_tokens))
         sentence = (
-            rf"^(write|log): slot_mapping must have the slots of the window, got slot {elsewhere[place]} for the draft "
-            rf"at index {place - start}, which has another slot there"
+            rf"^(write|log) of layer '{name}': slot_mapping must have the slots of the window, got slot "
+            rf"{elsewhere[place]} for the draft at index {place - start}, which has another slot there"
         )
         with pytest.raises(ValueError, match=sentence):
             transactions.write(name, rows, elsewhere[start:], token_offset=start)

@@ -241,9 +241,8 @@ def test_more_tokens_than_max_num_tokens():
     staged.buffer.begin(torch.arange(3))
     for tokens, offset in ((TOKENS + 1, 0), (4, TOKENS - 3)):
         key, value = staged.sources("packed.0", tokens)
-        with pytest.raises(
-            ValueError, match=f"^stage: token_offset .* for {tokens} of {TOKENS} tokens .* got {offset}"
-        ):
+        sentence = rf"^stage of layer 'packed\.0': token_offset .* for {tokens} of {TOKENS} tokens .* got {offset}"
+        with pytest.raises(ValueError, match=sentence):
             staged.buffer.stage("packed.0", key, value, token_offset=offset)
     staged.stage_all(TOKENS)
 

@@ -53,7 +53,8 @@ def test_a_step_as_it_should_be() -> None:
 def test_slots_outside_the_batch_are_refused(offset: int) -> None:
     """Only mode ``"cow"`` has a writer that checks the offset of a micro-batch."""
     rows = torch.zeros(2, 2, HEADS, WIDTH)
-    with pytest.raises(ValueError, match=rf"^nwor audit: token_offset must be 0 to 6 for 2 of 8 .*, got {offset}$"):
+    sentence = rf"^nwor audit of layer 'target': token_offset must be 0 to 6 for 2 of 8 .*, got {offset}$"
+    with pytest.raises(ValueError, match=sentence):
         Step().audit.record("target", *rows, SLOTS[:2], offset, ())
 
 

@@ -268,7 +268,7 @@ def test_slots_outside_the_batch_are_refused(caplog: pytest.LogCaptureFixture, f
     session.slot_mappings = {"0": buffer[1:4]}
     assert [session._token_offset("0", buffer[start:4]) for start in (1, 2, 3)] == [0, 1, 2]
     session.writer("layer")(None, KEYS[:2], KEYS[:2], step.cache, buffer[first : first + 2])
-    message = f"write: token_offset must be 0 to 1 for 2 of 3 tokens (max_num_tokens), got {first - 1}"
+    message = f"write of layer 'layer': token_offset must be 0 to 1 for 2 of 3 tokens (max_num_tokens), got {first - 1}"
     assert message in caplog.text
     assert session.vanilla_steps == {"write failed": 1}
 

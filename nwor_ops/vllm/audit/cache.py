@@ -221,7 +221,7 @@ class CacheAudit(StepListener):
         if name not in self._recorders:
             self._recorders[name] = _Recorder(self._max_num_tokens, key, value)
         recorder, num_tokens = self._recorders[name], slot_mapping.shape[0]  # key and value may have padded rows
-        validation.token_offset("nwor audit", token_offset, num_tokens, self._max_num_tokens)
+        validation.token_offset("nwor audit", name, token_offset, num_tokens, self._max_num_tokens)
         tokens = slice(token_offset, token_offset + num_tokens)
         recorder.key[tokens].copy_(key[:num_tokens])
         recorder.value[tokens].copy_(value[:num_tokens])
