@@ -87,7 +87,7 @@ class Engine(Counted):
     def fork(self, data: st.DataObject) -> None:
         targets = data.draw(st.lists(st.sampled_from(self.free()), min_size=1, max_size=3, unique=True))
         sources = [data.draw(st.sampled_from(self.running)) for _ in targets]
-        slots = self.decoding.tensor([*sources, 0, sources[0]]), self.decoding.tensor([*targets, SPARE, -1])
+        slots = self.decoding.tensor([*sources, 0, sources[0]]), self.decoding.tensor([*targets, sources[0], -1])
         self.fold_or_copy(data, self.states.copy, *slots)
         self.tokens |= {target: self.tokens[source] for source, target in zip(sources, targets, strict=True)}
         for layer in self.decoding.every_state.values():

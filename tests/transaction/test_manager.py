@@ -244,6 +244,8 @@ def test_counts_in_place_of_cumulative_counts():
     ):
         with pytest.raises(error, match=f"^Window.from_counts: counts{sentence}"):
             Window.from_counts(int32(0, 3, 6), wrong)
+    with pytest.raises(TypeError, match=r"^Window.from_counts: query_start_loc must be a tensor"):
+        Window.from_counts([0, 3, 6], [2, 2])
 
 
 @pytest.mark.parametrize("end", ["commit", "commit_rejected"])

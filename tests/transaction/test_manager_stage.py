@@ -338,6 +338,13 @@ def test_shadow_blocks_of_an_unknown_group():
         manager.allocate()
 
 
+def test_layers_of_a_group_have_the_same_pages():
+    manager = staged_manager({"a": LayerCache.opaque(torch.zeros(8, 4, 1, 8))}, None)
+    manager.register_layer("more", LayerCache.opaque(torch.zeros(9, 4, 1, 8)), "a")
+    with pytest.raises(ValueError, match=r"^allocate: the layers of group 'a' must .*, got \[\(8, 4\), \(9, 4\)\] \(n"):
+        manager.allocate()
+
+
 def test_adjacent_groups_of_one_geometry_share_a_launch():
     manager = staged_manager({}, {"a": 12, "b": 8, "c": 4})
     _, construct, layout, shape, dtype = KINDS["packed"]
@@ -393,15 +400,17 @@ def test_redirected_group_splits_its_neighbours(count):
 
 
 def test_refused_launch_restores_group_without_slots_before_it():
-    """The launch of groups "a" and "b" has run. The last launch is refused."""
-    manager = staged_manager({g: LayerCache.opaque(torch.zeros(9, 4, 1, 8 + 8 * (g == "c"))) for g in "abc"}, {"c": 1})
+    """The launch of groups "a" and "b" has run: the draft of "b" had slot 0. The last launch is refused."""
+    caches = {g: LayerCache.opaque(torch.zeros(9, 4, 1, 8 + 8 * (g == "c"))) for g in "abc"}
+    manager = staged_manager(caches, {"b": 0, "c": 1})
     manager.allocate()
-    slots, tables = {g: torch.tensor([2, 3]) for g in "abc"}, {g: torch.zeros(1, g != "c").int() for g in "abc"}
+    slots, tables = {g: torch.tensor([19, 20]) for g in "abc"}, {g: int32(3, 4, 5)[None] for g in "abc"}
     slots["a"].fill_(-1)
+    tables["c"] = tables["c"][:, :0]
     manager.bind(Layout(slots, tables))
     with pytest.raises(IndexError, match=r"^open_window: block_tables must have a column"):
-        manager.begin(Window(int32(0, 2), int32(1), seq_lens=int32(4)))
-    assert (slots["b"].tolist(), tables["b"].tolist()) == ([2, 3], [[0]])
+        manager.begin(Window(int32(0, 2), int32(1), seq_lens=int32(9)))
+    assert (slots["b"].tolist(), tables["b"].tolist()) == ([19, 20], [[3, 4, 5]])
 
 
 def test_pages_of_a_request():

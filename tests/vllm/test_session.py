@@ -24,7 +24,7 @@ from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks
 
 SLOTS = torch.tensor([4, 5, 6])
 KEYS = torch.ones(3, 2, 8)
-SHADOW_BLOCKS = ShadowBlocks(5, (0,), 2, 2**20)
+SHADOW_BLOCKS = ShadowBlocks(7, (0, 1), 2, 2**20)  # of group 0: blocks 3 and 4
 
 
 class Noting(StepListener):
@@ -71,7 +71,7 @@ class Listened:
     def __init__(
         self, on_error: str = "continue", fused: bool = True, mode: str = "cow", dtype: Any = None, **of_layer: Any
     ) -> None:
-        self.cache = torch.zeros(5, 4, 2, 16, dtype=dtype)
+        self.cache = torch.zeros(7, 4, 2, 16, dtype=dtype)
         self.own_writes: list[tuple[Any, ...]] = []
         planes = LayerCache.packed(self.cache)
         layer = TargetLayer("layer", "0", self.cache, planes, self.own_writer, fused, **of_layer)
@@ -295,9 +295,10 @@ def test_own_writer_stages_drafts() -> None:
     """In mode stage, begin redirects the slots of the writer."""
     step = Listened(mode="stage")
     assert step.own_writes == [()]
+    assert step.cache.flatten(1).any(1).nonzero().flatten().tolist() == [4]
     step.session.commit(lambda manager: manager.commit_rejected(torch.tensor([1], dtype=torch.int32)), lambda: [2])
     assert step.cache[1, :3, 0, 0].tolist() == [1, 1, 0]
-    assert step.session.describe().startswith("1 layers; 2 of 5 blocks (40.0% of the cache, 2.0 MiB) are shadow pages")
+    assert step.session.describe().startswith("1 layers; 4 of 7 blocks (57.1% of the cache, 4.0 MiB) are shadow pages")
 
 
 def test_fused_writer_gets_scales_and_format() -> None:
