@@ -89,7 +89,7 @@ def _refuse_view(op: str, view: str, is_lazy: Callable[[Tensor], bool], *argumen
     declared = getattr(getattr(torch.ops, registry.NAMESPACE), op).default._schema.arguments
     named = zip((argument.name for argument in declared), arguments, strict=False)
     name = next(name for name, value in named if any(map(is_lazy, filter(torch.is_tensor, tree_leaves(value)))))
-    raise ValueError(f"{op.removeprefix('_bind_')}: {name} must have its own memory, got {view}; pass a copy")
+    raise validation.lazy_view_error(f"{op.removeprefix('_bind_')}: {name}", view)
 
 
 @cache

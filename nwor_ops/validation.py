@@ -110,11 +110,16 @@ def gradient_error(tensor: Tensor) -> str | None:
     return None
 
 
+def lazy_view_error(what: str, view: str) -> ValueError:
+    """Return the error for one of `LAZY_VIEWS`."""
+    return ValueError(f"{what} must have its own memory, got {view}; pass a copy")
+
+
 def own_memory(what: str, value: Tensor) -> None:
     """Raise as the ops for a tensor whose address is kept: ValueError for a lazy view, RuntimeError for derivatives."""
     for view, is_lazy in LAZY_VIEWS.values():
         if is_lazy(value):
-            raise ValueError(f"{what} must have its own memory, got {view}; pass a copy")
+            raise lazy_view_error(what, view)
     if (error := gradient_error(value)) is not None:
         raise RuntimeError(f"{what} {error}")
 

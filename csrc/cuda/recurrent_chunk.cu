@@ -11,17 +11,17 @@
 // with all keys and queries of the window. They also multiply keys with keys and queries.
 //
 // Raw keys and queries are bfloat16, which tensor cores multiply exactly. A float32 state is split into two
-// parts of tf32 (22 bits of the mantissa), and an update into three parts of bfloat16 (24 bits), or into two
-// for a bfloat16 state.
+// parts of tf32 (22 bits of the mantissa). An update is split into three parts of bfloat16 (24 bits). Two are
+// enough for a bfloat16 state.
 //
 // The bits of a token depend only on S and on the chunk's rows up to it. Each column of a product is
 // separate. All other sums and products begin at the chunk's first row. `fold` adds the rows of a chunk to S.
 // Verify and fold call it in the same way, so both compute the same bits of a state.
 //
-// Instructions and waits of a block, not its bytes, limit the kernel. So states stay in shared memory, where
-// a warp needs few registers, and the code for unaligned rows is a kernel of its own. All ordinary loads come
-// before the copies to shared memory, because a load waits for all copies that its multiprocessor has started
-// earlier. Spilled registers would wait too. (docs/internals/tried.md)
+// The kernel is limited by the instructions and waits of a block, not by its bytes. A warp reads a state from
+// shared memory piece by piece, which takes few registers. Unaligned rows have a separate kernel. All
+// ordinary loads come before the copies to shared memory, because a load waits for all copies that its
+// multiprocessor has started earlier. A load of a spilled register waits too. (docs/internals/tried.md)
 #include <cstdint>
 #include <type_traits>
 
@@ -43,17 +43,20 @@ using Input = __nv_bfloat16;
 constexpr int kWidth = 128;      // of keys and of values
 constexpr int kC = kChunkRows;   // rows of a chunk
 constexpr int kRowsOfTile = 16;  // rows of a state that a warp has at a time
-// Between rows in shared memory, with padding against bank conflicts
-constexpr int kKeyBytes = kWidth * 2 + 16;  // of the record
-constexpr int kUpdatePadding = 4;           // elements
+constexpr int kMostRowsAfterBase = kC - 1 + kMostChunkWindow;
+// Strides of rows in shared memory. They are padded against bank conflicts.
+constexpr int kKeyBytes = kWidth * 2 + 16;  // keys of the record
 template <class State>
-constexpr int kVectorBytes = kWidth * 2 + (sizeof(State) == 4 ? 32 : 64);  // of the window
-constexpr int kMostRowsAfterBase = kC - 1 + kMostChunkWindow;              // after a base
+constexpr int kVectorBytes = kWidth * 2 + (sizeof(State) == 4 ? 32 : 64);  // keys and queries of the window
+// Of updates, in elements.
+NWOR_HOST_DEVICE constexpr int update_stride(int num_values) {
+    return num_values + 4;
+}
 static_assert(kC == 16, "the depth of a tensor-core product");
 
 // Offsets in the shared memory of a block, in bytes.
 struct ChunkPlaces {
-    int keys = 0, vectors = 0;                // raw: keys of the record; of each token the key and the query
+    int keys = 0, vectors = 0;                // raw keys of the record; the raw key and query of each token
     int values = 0, updates = 0;              // [tokens, values], [rows, values + padding]
     int decays = 0, norms = 0;                // [rows + tokens]: of the record, then of the window
     int query_norms = 0, betas = 0;           // [tokens]
@@ -62,8 +65,8 @@ struct ChunkPlaces {
     int states = 0;
     int bytes = 0, vector_bytes = 0;  // in all, and `kVectorBytes`
 
-    constexpr ChunkPlaces(int64_t tokens, int64_t rows, int64_t num_values, bool has_norm,
-                          int64_t state_bytes, bool stores_all, int vector_bytes)
+    constexpr ChunkPlaces(int64_t tokens, int64_t rows, int num_values, bool has_norm, int64_t state_bytes,
+                          bool stores_all, int vector_bytes)
         : vector_bytes(vector_bytes) {
         int64_t end = 0;
         const auto take = [&end](int64_t bytes) {
@@ -74,7 +77,7 @@ struct ChunkPlaces {
         keys = take(rows * kKeyBytes);
         vectors = take(2 * tokens * vector_bytes);
         values = take(tokens * num_values * 2);
-        updates = take((stores_all ? rows + tokens : rows) * (num_values + kUpdatePadding) * 4);
+        updates = take((stores_all ? rows + tokens : rows) * update_stride(num_values) * 4);
         decays = take((rows + tokens) * 4);
         norms = take((rows + tokens) * 4);
         query_norms = take(tokens * 4);
@@ -89,8 +92,10 @@ struct ChunkPlaces {
     }
 };
 
-static_assert(ChunkPlaces(kMostChunkWindow, kMostRowsAfterBase, kWidth, true, 64 << 10, true, 288).bytes <=
-              99 << 10);  // the largest window fits GPUs of compute capability 8.6, 8.9 and 12.0
+// The largest window fits GPUs of compute capability 8.6, 8.9 and 12.0. Its block has eight rows of tiles.
+static_assert(ChunkPlaces(kMostChunkWindow, kMostRowsAfterBase, kWidth, true, 8 * kRowsOfTile * kWidth * 4,
+                          true, kVectorBytes<float>)
+                  .bytes <= 99 << 10);
 
 // The rows in shared memory: those of the record that the plan names, then those of the window.
 struct ChunkRows {
@@ -105,8 +110,8 @@ struct ChunkRows {
     __device__ const float* norms() const { return shared_at<float>(places.norms); }
     // Returns the updates of two adjacent rows of the state.
     __device__ float2* updates(int row, int value) const {
-        return reinterpret_cast<float2*>(shared_at<float>(places.updates) +
-                                         row * (num_values + kUpdatePadding) + value);
+        return reinterpret_cast<float2*>(shared_at<float>(places.updates) + row * update_stride(num_values) +
+                                         value);
     }
 };
 
@@ -385,7 +390,7 @@ __device__ void copy_recorded(const RecordOfHead& record, const ChunkPlaces& pla
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     char* const keys = shared_at<char>(places.keys);
     char* const updates = shared_at<char>(places.updates);
-    const int update_bytes = (num_values + kUpdatePadding) * 4;
+    const int update_bytes = update_stride(num_values) * 4;
 #pragma unroll 1
     for (int i = warp; i < count; i += warps) {
         if constexpr (kIsAligned) {
@@ -552,7 +557,8 @@ __device__ void find_coefficients(const ChunkPlaces& places, const ChunkRows& ro
         for (int r = 0; r < 2; ++r) {
             const int token = t * 4 + at.column;
             if (token >= num_tokens || row[r] >= count) continue;
-            if (row[r] < kC && before + token >= kC) {  // of an earlier chunk: x + -0 * 0 is x, with its sign
+            if (row[r] < kC &&
+                before + token >= kC) {  // an earlier chunk's row adds -0 * 0, which changes no sum
                 coefficients[row[r] * kTokens + token] = make_float2(-0.0f, -0.0f);
                 continue;
             }
@@ -581,6 +587,7 @@ struct ChunkJob {
 template <class State, int kTokens, bool kIsAligned, bool kStoresAll>
 __global__ void __launch_bounds__(kStoresAll ? kThreads : kThreads * 5 / 4, kStoresAll ? 1 : 2)
     chunk_verify_kernel(const __grid_constant__ ChunkJob job) {
+    static_assert(!kStoresAll || !kIsAligned);
     using T = Tile<State>;
     constexpr int kTiles = kTokens / 4;
     const VerifyArguments& c = job.call;
@@ -704,7 +711,7 @@ __global__ void __launch_bounds__(kStoresAll ? kThreads : kThreads * 5 / 4, kSto
                     asked[t][1] = __fmaf_rn(of.y, u.y, asked[t][1]);
                 }
                 of_row += kTokens;
-                u_of_row += block.num_values + kUpdatePadding;
+                u_of_row += update_stride(block.num_values);
             }
 
             // The tokens, one after the other. A lane keeps the updates of the tokens of its column. All are
@@ -770,7 +777,6 @@ __global__ void __launch_bounds__(kStoresAll ? kThreads : kThreads * 5 / 4, kSto
                                                   after);
                 }
                 if (fetches) T::template fetch<kIsAligned>(state + next * T::kRowBytes, tile);
-                close_group_of_copies();
             }
         }
     }

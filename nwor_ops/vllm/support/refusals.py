@@ -125,9 +125,9 @@ _PARALLEL = "parallel_config."
 
 # fmt: off
 DEVICE = Refusal(
-    "a device other than cpu and cuda; for draft graphs and one state, than cuda",
+    "a device other than cpu and cuda; for the other features, than cuda",
     "only cpu and cuda are supported", "CUDA graphs need CUDA", message="device {device}: {why}",
-    recurrent="it uses vLLM's CUDA kernels")
+    recurrent="it uses vLLM's CUDA kernels", draft_vocabulary="only cuda is supported")
 METHOD = Refusal(
     "speculation with another method than " + ", ".join(f"{', '.join(names)} ({runner})" for runner, names in
     DRAFT_METHODS.items()),
@@ -366,7 +366,7 @@ def device_problem(device_type: str, use: str) -> str | None:
     """Return why a feature cannot run on a device, or None if it can. vLLM's name of no device is empty."""
     if device_type in DEVICES[use]:
         return None
-    return DEVICE.message.format(device=device_type or "none", why=DEVICE.why(use) or "only cuda is supported")
+    return DEVICE.message.format(device=device_type or "none", why=DEVICE.why(use))
 
 
 def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION, mode: str = "") -> None:
