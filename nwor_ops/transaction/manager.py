@@ -146,6 +146,7 @@ class DraftCommitManager(Stateful[Layer]):
             None if max_drafts_per_request is None else size("max_drafts_per_request", max_drafts_per_request)
         )
         self.device = validation.device("DraftCommitManager: device", device)
+        self._reads_values = validation.reads_values(self.device)  # a call in each commit costs the host more
         self.mode = mode
         shadow_blocks = {} if shadow_blocks is None else shadow_blocks
         validation.instance("DraftCommitManager: shadow_blocks", shadow_blocks, Mapping, "a mapping or None")
@@ -362,7 +363,7 @@ class DraftCommitManager(Stateful[Layer]):
         """
         if self._state is not _OPEN or self._unfinished:
             self._window_to_commit("commit")
-        if validation.reads_values(self.device):
+        if self._reads_values:
             self._check_drafts(draft_token_ids)
             self._check_window("commit")
         self._unfinished = "commit"
@@ -383,7 +384,7 @@ class DraftCommitManager(Stateful[Layer]):
         """
         if self._state is not _OPEN or self._unfinished:
             self._window_to_commit("commit_rejected")
-        if validation.reads_values(self.device):
+        if self._reads_values:
             self._check_window("commit_rejected")
             self._check_rejected(num_rejected)
         self._unfinished = "commit_rejected"
