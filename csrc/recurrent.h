@@ -21,7 +21,8 @@ void register_recurrent(Library& m) {
     NWOR_OP(m, plan_recurrent_fold, check_recurrent_fold_plan);
     NWOR_OP(m, plan_recurrent_block_fold, check_recurrent_block_fold);
     NWOR_OP(m, gated_delta_verify, check_verify);
-    NWOR_OP(m, gated_delta_fold, check_fold);
+    NWOR_BINDABLE_OP(m, gated_delta_fold, check_fold);
+    m.impl("_fold_bound", TORCH_BOX(&fold_bound));
 }
 
 }  // namespace nwor

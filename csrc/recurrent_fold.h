@@ -1,6 +1,7 @@
 // Family recurrent: the arguments of gated_delta_fold and their checks.
 #pragma once
 
+#include <iterator>
 #include <optional>
 #include <string>
 #include <vector>
@@ -60,7 +61,6 @@ inline FoldArguments check_fold(
                           {"record_decays", record_decays},
                           {"record_updates", record_updates},
                           {"layer_windows", layer_windows}};
-    constexpr size_t kLists = 6;
     if (states.empty()) fail(op, "states must hold at least one layer, got none");
     for (const List& list : lists)
         if (list.tensors.size() != states.size())
@@ -86,11 +86,9 @@ inline FoldArguments check_fold(
 
     // Layer by layer: shapes, the layout of the first layer, overlaps
     std::vector<Placed> placed, marks;  // states and window numbers
-    placed.reserve(states.size());
-    marks.reserve(states.size());
     for (size_t layer = 0; layer < states.size(); ++layer) {
-        std::string names[kLists];
-        for (size_t i = 0; i < kLists; ++i)
+        std::string names[std::size(lists)];
+        for (size_t i = 0; i < std::size(lists); ++i)
             names[i] = std::string(lists[i].name) + "[" + std::to_string(layer) + "]";
         const auto argument = [&](size_t i) {
             return Argument{op, names[i].c_str(), lists[i].tensors[layer]};
@@ -104,15 +102,15 @@ inline FoldArguments check_fold(
             f.states = view;
             f.record = record;
         }
-        for (size_t i = 0; i < kLists; ++i) {
+        for (size_t i = 0; i < std::size(lists); ++i) {
             argument(i).same_device(first);
-            if (i < kLists - 1) check_same_layout(argument(i), lists[i].name, lists[i].tensors[0]);
+            if (i < std::size(lists) - 1) check_same_layout(argument(i), lists[i].name, lists[i].tensors[0]);
         }
         // A state must not share memory with its record, or with the state of another layer. The same holds
         // for a window number, if it is written.
         placed.emplace_back("states", states[layer]);
         for (size_t other = 0; other < layer; ++other) must_not_overlap(op, placed[layer], placed[other]);
-        for (size_t i = 1; i < kLists; ++i)
+        for (size_t i = 1; i < std::size(lists); ++i)
             must_not_overlap(op, placed[layer], Placed(lists[i].name, lists[i].tensors[layer]));
         must_not_overlap(op, placed[layer], rows);
         if (window_id.has_value()) {  // otherwise no layer is marked
@@ -121,13 +119,18 @@ inline FoldArguments check_fold(
             marks.emplace_back("layer_windows", layer_windows[layer]);
             for (size_t other = 0; other < layer; ++other) must_not_overlap(op, marks[layer], marks[other]);
             for (const Placed& input : {Placed(rows), number}) must_not_overlap(op, marks[layer], input);
-            for (size_t i = 1; i < kLists - 1; ++i)
+            for (size_t i = 1; i < std::size(lists) - 1; ++i)
                 must_not_overlap(op, marks[layer], Placed(lists[i].name, lists[i].tensors[layer]));
         }
         f.layers.push_back({view.data, record.keys, record.norms, record.decays, record.updates,
                             static_cast<int64_t*>(layer_windows[layer].data_ptr())});
     }
     return f;
+}
+
+// The caller guarantees that the plan of a step shares no memory with states.
+inline void set_step(FoldArguments& f, const FoldArguments&, const StepArguments& step) {
+    f.plan = recurrent_plan_view({f.op, "plan", needed(f.op, "plan", step.plan)}, 0);
 }
 
 }  // namespace nwor

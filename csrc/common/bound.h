@@ -2,7 +2,8 @@
 //
 // Most of the host's time for a small op goes into passing and checking arguments. An engine passes the same
 // buffers, planes and tables in every step. `_bind_NAME` checks a call of op NAME and returns a handle in
-// place of running it. `_begin_bound` and `_commit_bound`, and their variants, run all calls of a handle.
+// place of running it. `_begin_bound` and `_commit_bound`, their variants, and `_fold_bound` run all calls of
+// a handle.
 #pragma once
 
 #include <memory>
@@ -35,6 +36,7 @@ struct StepArguments {
     const Tensor* num_rejected = nullptr;
     const Tensor* draft_token_ids = nullptr;
     const Tensor* sampled_token_ids = nullptr;
+    const Tensor* plan = nullptr;
     Begun window;
 };
 
@@ -180,18 +182,19 @@ inline Tensor bound_handle(const char* op, std::shared_ptr<BoundCall> call,
 inline void launch_bound(const char* op, BoundCalls& handle, StepArguments& step) {
     const std::vector<std::shared_ptr<BoundCall>>& calls = handle.calls;
     const BoundCall& first = *calls[0];
-    const auto on_its_device = [&](const char* name, const Tensor* tensor) {
-        // The dispatcher lets no other type of device in than those of the handle and of the calls.
+    const std::pair<const char*, const Tensor*> tensors[] = {
+        {"query_start_loc", step.query_start_loc},
+        {"cu_num_draft_tokens", step.cu_num_draft_tokens},
+        {"seq_lens", step.seq_lens},
+        {"idx_mapping", step.idx_mapping},
+        {"num_rejected", step.num_rejected},
+        {"draft_token_ids", step.draft_token_ids},
+        {"plan", step.plan},
+        {"sampled_token_ids", step.sampled_token_ids}};
+    // The dispatcher lets no other type of device in than those of the handle and of the calls.
+    for (const auto& [name, tensor] : tensors)
         if (tensor != nullptr && device_number(*tensor) != first.device())
             Argument{op, name, *tensor}.same_device(first.like());
-    };
-    on_its_device("query_start_loc", step.query_start_loc);
-    on_its_device("cu_num_draft_tokens", step.cu_num_draft_tokens);
-    on_its_device("seq_lens", step.seq_lens);
-    on_its_device("idx_mapping", step.idx_mapping);
-    on_its_device("num_rejected", step.num_rejected);
-    on_its_device("draft_token_ids", step.draft_token_ids);
-    on_its_device("sampled_token_ids", step.sampled_token_ids);
     for (const auto& call : calls) call->set(step);
     handle.window = step.window;
     for (const auto& call : calls) call->launch();
@@ -219,6 +222,12 @@ inline void begin_redirected_bound(const Tensor& query_start_loc,      // int32 
     step.seq_lens = &seq_lens;
     if (idx_mapping.has_value()) step.idx_mapping = &*idx_mapping;
     launch_bound(op, bound_calls(op, "bound", bound), step);
+}
+
+inline void fold_bound(const Tensor& plan, const Tensor& bound) {
+    StepArguments step;
+    step.plan = &plan;
+    launch_bound("_fold_bound", bound_calls("_fold_bound", "bound", bound), step);
 }
 
 // `step` has the outcome of the drafts. The rest is the same for each of its forms.

@@ -1,16 +1,16 @@
 """Bound calls: ops whose arguments are checked once, and which then run in every step with a few new ones.
 
 An engine passes the same buffers, planes and tables in every step. Passing and checking them takes the host longer than
-the launch. :func:`bind` checks a call of an op and returns a handle. :data:`begin_bound` and :data:`commit_bound`, and
-their variants, run the calls of a handle with the tensors that change from step to step. They are torch's own
-callables, since one more Python function costs the host some us in a cold cache. Pass what they raise to
+the launch. :func:`bind` checks a call of an op and returns a handle. :data:`begin_bound`, :data:`commit_bound`, their
+variants and :data:`fold_bound` run the calls of a handle with the tensors that change from step to step. They are
+torch's own callables, since one more Python function costs the host some us in a cold cache. Pass what they raise to
 :func:`own_error`.
 
 torch takes time for each None too, and longer for an int than for a tensor. So these ops have only the arguments that
 their calls need. A caller writes ``num_rows`` to the memory of a handle (:func:`num_rows_of`).
 
-These functions are for :class:`nwor_ops.DraftCommitManager`. They are not public ops, because the schema of a handle
-hides which tensors are mutated. A trace refuses them.
+These functions are for the classes of this library. They are not public ops, because the schema of a handle hides which
+tensors are mutated. A trace refuses them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from nwor_ops.ops import registry
 
 BINDABLE = (
     "plan_window", "open_window", "reject_rows", "close_window", "close_window_from_rejected", "restore_slots",
-    "restore_slots_from_rejected",
+    "restore_slots_from_rejected", "gated_delta_fold",
 )  # fmt: skip
-_STEPS = ("_begin_bound", "_begin_redirected_bound", "_commit_bound", "_commit_tokens_bound")
+_STEPS = ("_begin_bound", "_begin_redirected_bound", "_commit_bound", "_commit_tokens_bound", "_fold_bound")
 NAMES = (*(f"_bind_{op}" for op in BINDABLE), *_STEPS)  # of the ops that are declared here
 
 
@@ -71,6 +71,9 @@ commit_bound = _declare("_commit_bound", "(Tensor num_rejected, Tensor bound) ->
 commit_tokens_bound = _declare(
     "_commit_tokens_bound", "(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor bound) -> ()"
 )
+
+# Run the bound gated_delta_fold, without window_id, by a plan of any length that shares no memory with the states.
+fold_bound = _declare("_fold_bound", "(Tensor plan, Tensor bound) -> ()")
 
 
 def bind(op: str, after: Tensor | None = None, begun: Tensor | None = None, **arguments: Any) -> Tensor:

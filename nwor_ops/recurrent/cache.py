@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
+from nwor_ops.ops.bound import bind, fold_bound, own_error
 from nwor_ops.validation import BoundToMemory
 
 _MOST_ROWS = 32  # kMostRecordRows in csrc/recurrent_plan.h
@@ -178,17 +180,19 @@ class Fold(BoundToMemory):
         by_geometry: dict[tuple[object, ...], list[FoldedLayer]] = {}
         for layer in layers:
             by_geometry.setdefault(layer.cache.geometry, []).append(layer)
-        self._launches = [
-            (
-                [
-                    [layer.cache.state for layer in group],
-                    *map(list, zip(*(layer.cache.records for layer in group), strict=True)),
-                    [layer.layer_window for layer in group],
-                ],
-                group[0].cache.chunk,
-            )
+        self._launches: list[dict[str, Any]] = [
+            {
+                "states": [layer.cache.state for layer in group],
+                "record_keys": [layer.cache.record_keys for layer in group],
+                "record_norms": [layer.cache.record_norms for layer in group],
+                "record_decays": [layer.cache.record_decays for layer in group],
+                "record_updates": [layer.cache.record_updates for layer in group],
+                "layer_windows": [layer.layer_window for layer in group],
+                "chunk": group[0].cache.chunk,
+            }
             for group in by_geometry.values()
         ]
+        self._bound: list[Tensor] | None = None
 
     def apply(self, plan: Tensor, window_id: Tensor | None = None) -> None:
         """Fold the rows of a plan in all layers.
@@ -198,5 +202,14 @@ class Fold(BoundToMemory):
             window_id: int64 ``[1]`` or None. Layers that are marked with this number are left out, and the others
                 are marked with it. So a call can be repeated after an error. None = fold all layers and mark none.
         """
-        for (states, keys, norms, decays, updates, windows), chunk in self._launches:
-            ops.gated_delta_fold(states, keys, norms, decays, updates, windows, plan, window_id, chunk)
+        if window_id is not None:
+            for launch in self._launches:
+                ops.gated_delta_fold(plan=plan, window_id=window_id, **launch)
+            return
+        if self._bound is None:
+            self._bound = [bind("gated_delta_fold", plan=plan, **launch) for launch in self._launches]
+        try:
+            for bound in self._bound:
+                fold_bound(plan, bound)
+        except Exception as error:
+            raise own_error(error) from None

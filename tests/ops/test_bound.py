@@ -107,6 +107,9 @@ def run_bound(op, arguments):
     if op == "plan_window":
         begin_bound(given["query_start_loc"], given["cu_num_draft_tokens"], bind(op, **given))
         return
+    if op == "gated_delta_fold":
+        bound.fold_bound(given["plan"], bind(op, **given | {"plan": given["plan"][:0]}))
+        return
     before = begun_for(given)
     handle = bind(op, begun=before, **given)
     if op == "reject_rows":
@@ -127,10 +130,12 @@ def call_of(op, device="cpu"):
         of_drafts = others.get("draft_token_ids", others.get("num_rejected"))
         return len(draft_start_loc) > 3 and (of_drafts is None or len(of_drafts) > 3)
 
+    if op == "gated_delta_fold":
+        return bad_input.call_with(op, "plan", device=device, where=lambda plan, **others: bool((plan[:, 3] > 0).any()))
     return bad_input.call_with(op, "draft_start_loc", device=device, where=fits)
 
 
-@pytest.mark.parametrize("op", ["plan_window", "reject_rows", *COMMITS])
+@pytest.mark.parametrize("op", ["plan_window", "reject_rows", *COMMITS, "gated_delta_fold"])
 def test_same_bytes_as_the_op(device, op):
     arguments = call_of(op, device)
     twin = layouts.twin(arguments)
@@ -290,7 +295,7 @@ def test_tokens_that_are_refused_write_nothing(case):
 @pytest.mark.parametrize("op", BINDABLE)
 def test_bind_checks_as_the_op(op):
     """The same error as the op's."""
-    name = "draft_start_loc" if "draft_start_loc" in argument_names(op) else "row_slots"
+    name = next(name for name in ("draft_start_loc", "row_slots", "plan") if name in argument_names(op))
     arguments = bad_input.call_with(op, name)
     wrong = with_arguments(op, arguments, **{name: torch.zeros(3)})
     with pytest.raises(TypeError, match=f"^{op}: {name} must have dtype") as by_op:
