@@ -843,65 +843,48 @@ void start_verify(const VerifyArguments& c, const Launch& launch) {
 
 // ---------------------------------------------------------------- gated_delta_fold
 
-// Grid: x = L * E * HV * (dv / rows of a block), see `BlockPlaces`; layer and entry together take the place
-// of its request. Block: x = 32 * (rows of a block / 16). A block folds some rows of one head's state: a
-// whole chunk as a window does, and then the rows after it.
+// Grid: x = L * parts * HV * (dv / rows of a block), as of `fold_kernel`. Block: x = 32 * (rows of a block /
+// 16). A block folds some rows of one head's state for each of its entries: a whole chunk as a window does,
+// and then the rows after it.
 template <class State, bool kIsAligned>
 __global__ void __launch_bounds__(kThreads, 2)
     chunk_fold_kernel(const __grid_constant__ FoldJob<ChunkPlaces> job) {
     using T = Tile<State>;
 
-    // ---- Load
-
-    FoldTask task;
-    if (!find_task(job, &task)) return;
-    const RecurrentEntry& entry = task.entry;
-    const BlockPlace& block = task.block;
-    task.record.is_ring = true;  // a constant
-    copy_recorded<false>(RecordOfHead(task.record, entry, block), job.shared, entry.rows, block.num_values);
-    const int first = threadIdx.x / kWarp * kRowsOfTile;
-    const auto state_of = [&](int32_t slot) {
-        return task.layer->states +
-               job.states.row_offset(slot, block.head, block.first_value + first) * sizeof(State);
-    };
-    const int tile = T::place(job.shared);
-    T::template fetch<kIsAligned>(state_of(entry.source), tile);
-    close_group_of_copies();
-    wait_for_copies<0>();
-    __syncthreads();
-
-    // ---- Fold and store
-
-    const ChunkRows rows{job.shared, entry.rows, block.num_values};
+    for_each_fold(job, [&](FoldTask* task) {
+        const RecurrentEntry& entry = task->entry;
+        const BlockPlace& block = task->block;
+        task->record.is_ring = true;  // a constant
+        copy_recorded<false>(RecordOfHead(task->record, entry, block), job.shared, entry.rows,
+                             block.num_values);
+        const int first = threadIdx.x / kWarp * kRowsOfTile;
+        const auto state_of = [&](int32_t slot) {
+            return task->layer->states +
+                   job.states.row_offset(slot, block.head, block.first_value + first) * sizeof(State);
+        };
+        const int tile = T::place(job.shared);
+        T::template fetch<kIsAligned>(state_of(entry.source), tile);
+        close_group_of_copies();
+        wait_for_copies<0>();
+        __syncthreads();
+        const ChunkRows rows{job.shared, entry.rows, block.num_values};
 #pragma unroll 1
-    for (int begin = 0; begin < entry.rows; begin += kC)
-        fold<State>(tile, rows, begin, min(kC, entry.rows - begin), first + 2 * LaneOfTile().row);
-    T::template store<kIsAligned>(state_of(entry.target), tile);
+        for (int begin = 0; begin < entry.rows; begin += kC)
+            fold<State>(tile, rows, begin, min(kC, entry.rows - begin), first + 2 * LaneOfTile().row);
+        T::template store<kIsAligned>(state_of(entry.target), tile);
+    });
 }
 
 template <class State>
 void start_fold(const FoldArguments& f, const Launch& launch) {
-    const int64_t heads_of_layer = f.plan.length * f.states.num_value_heads;
-    const int64_t values =
-        values_of_block(f.record, heads_of_layer * static_cast<int64_t>(f.layers.size()), kWidth);
+    const int64_t values = values_of_fold(f, kWidth);
     const int64_t warps = values / kRowsOfTile;
-    FoldJob<ChunkPlaces> job{
-        f.states,
-        f.record,
-        f.plan,
-        f.window_id,
-        ChunkPlaces(0, f.record.rows, values, false, warps * Tile<State>::kBytes, false, kVectorBytes<State>),
-        BlockPlaces(f.record, values),
-        FastDivisor(f.plan.length),
-        all_are_aligned(f),
-        report_as(f.op),
-        {}};
-    const auto shape_of = [&](int64_t layers) {
-        return shape_for_heads(f.op, heads_of_layer * layers, kWidth / values, warps * kWarp,
-                               job.shared.bytes);
-    };
-    start_folds(f, &job, job.is_aligned ? chunk_fold_kernel<State, true> : chunk_fold_kernel<State, false>,
-                shape_of, launch);
+    const ChunkPlaces shared(0, f.record.rows, values, false, warps * Tile<State>::kBytes, false,
+                             kVectorBytes<State>);
+    const bool is_aligned = all_are_aligned(f);
+    start_folds(f, shared, is_aligned,
+                is_aligned ? chunk_fold_kernel<State, true> : chunk_fold_kernel<State, false>, values,
+                warps * kWarp, launch);
 }
 
 }  // namespace

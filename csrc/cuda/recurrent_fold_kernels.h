@@ -15,70 +15,56 @@
 namespace nwor {
 namespace {
 
-// Grid: x = L * E * HV * (dv / rows of a block), see `BlockPlaces`; layer and entry together take the place
-// of its request. Block: x = 32 * (rows of a block / `Rows::kRowsOfWarp`). A block folds some rows of one
-// head's state.
+// Grid: x = L * parts * HV * (dv / rows of a block), see `BlockPlaces`; layer and part of the entries
+// together take the place of its request. Block: x = 32 * (rows of a block / `Rows::kRowsOfWarp`). A block
+// folds some rows of one head's state for each of its entries.
 template <class State, class Input, int kWidth, bool kPerChannel>
 __global__ void __launch_bounds__(kThreads, 2)
     fold_kernel(const __grid_constant__ FoldJob<SharedPlaces> job) {
     using R = Rows<State, kWidth>;
 
-    // ---- Load the rows of the record and of the state
+    for_each_fold(job, [&](FoldTask* task) {
+        // ---- Load the rows of the record and of the state
 
-    FoldTask task;
-    if (!find_task(job, &task)) return;
-    const RecurrentEntry& entry = task.entry;
-    const BlockPlace& block = task.block;
-    copy_reapplied<State, kWidth, kPerChannel>(task.record, job.shared, entry, block, threadIdx.x / kWarp);
-    const LaneOfRow at;
-    const int64_t source = job.states.row_offset(entry.source, block.head, 0) * sizeof(State),
-                  target = job.states.row_offset(entry.target, block.head, 0) * sizeof(State);
-    const int value = threadIdx.x / kWarp * R::kRowsOfWarp;
-    RawRows<State, kWidth> raw;
-    raw.load(task.layer->states + source, job.is_aligned, block.first_value + value, at);
-    close_group_of_copies();
-    __syncwarp();  // otherwise the compiler makes the loads wait for the copies
-    wait_for_copies<0>();
-    __syncthreads();
-    scale_reapplied_keys<State, Input, kWidth>(job.shared, entry.rows);
-    __syncthreads();
+        const RecurrentEntry& entry = task->entry;
+        const BlockPlace& block = task->block;
+        copy_reapplied<State, kWidth, kPerChannel>(task->record, job.shared, entry, block,
+                                                   threadIdx.x / kWarp);
+        const LaneOfRow at;
+        const int64_t source = job.states.row_offset(entry.source, block.head, 0) * sizeof(State),
+                      target = job.states.row_offset(entry.target, block.head, 0) * sizeof(State);
+        const int value = threadIdx.x / kWarp * R::kRowsOfWarp;
+        RawRows<State, kWidth> raw;
+        raw.load(task->layer->states + source, job.is_aligned, block.first_value + value, at);
+        close_group_of_copies();
+        __syncwarp();  // otherwise the compiler makes the loads wait for the copies
+        wait_for_copies<0>();
+        __syncthreads();
+        scale_reapplied_keys<State, Input, kWidth>(job.shared, entry.rows);
+        __syncthreads();
 
-    // ---- Reapply and store
+        // ---- Reapply and store
 
-    R rows;
-    raw.widen(&rows);
-    reapply<State, kWidth, kPerChannel>(&rows, job.shared, entry.rows, block.num_values, value, at);
-    raw.round(rows);
-    raw.store(task.layer->states + target, job.is_aligned, block.first_value + value, at);
+        R rows;
+        raw.widen(&rows);
+        reapply<State, kWidth, kPerChannel>(&rows, job.shared, entry.rows, block.num_values, value, at);
+        raw.round(rows);
+        raw.store(task->layer->states + target, job.is_aligned, block.first_value + value, at);
+    });
 }
 
 void run(const FoldArguments& f, const Launch& launch) {
     if (f.chunk > 0) return run_chunk(f, launch.like());
-    const bool all_aligned = all_are_aligned(f);
     with_types(f.states, f.record, [&](auto state, auto input, auto width, auto per_channel) {
         using State = typename decltype(state)::type;
         constexpr int kWidth = decltype(width)::value;
         constexpr int64_t kMost = Rows<State, kWidth>::kRowsOfWarp * (kThreads / kWarp);
-        const int64_t heads_of_layer = f.plan.length * f.states.num_value_heads;
-        const int64_t values =
-            values_of_block(f.record, heads_of_layer * static_cast<int64_t>(f.layers.size()), kMost);
-        FoldJob<SharedPlaces> job{f.states,
-                                  f.record,
-                                  f.plan,
-                                  f.window_id,
-                                  SharedPlaces(0, f.record.rows, Rows<State, kWidth>::kPadded, values,
-                                               f.record.per_channel, false, 0),
-                                  BlockPlaces(f.record, values),
-                                  FastDivisor(f.plan.length),
-                                  all_aligned,
-                                  report_as(f.op),
-                                  {}};
-        const auto shape_of = [&](int64_t layers) {
-            return shape_for_heads(f.op, heads_of_layer * layers, f.states.value_width / values,
-                                   values / Rows<State, kWidth>::kRowsOfWarp * kWarp, job.shared.bytes);
-        };
-        start_folds(f, &job, fold_kernel<State, typename decltype(input)::type, kWidth, per_channel>,
-                    shape_of, launch);
+        const int64_t values = values_of_fold(f, kMost);
+        const SharedPlaces shared(0, f.record.rows, Rows<State, kWidth>::kPadded, values,
+                                  f.record.per_channel, false, 0);
+        start_folds(f, shared, all_are_aligned(f),
+                    fold_kernel<State, typename decltype(input)::type, kWidth, per_channel>, values,
+                    values / Rows<State, kWidth>::kRowsOfWarp * kWarp, launch);
     });
     check_launch(launch);
 }

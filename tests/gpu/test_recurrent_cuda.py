@@ -802,6 +802,23 @@ def test_threads_that_need_other_amounts_of_shared_memory(device):
 # ---------------------------------------------------------------- folds of all layers
 
 
+@pytest.mark.parametrize("chunk", [0, CHUNK])
+def test_fold_of_few_of_many_entries(device, chunk):
+    """A block looks through more entries than a warp has lanes, and finds those that change a state."""
+    requests = Requests(device, 6, 4, torch.float32, Heads(16, 64, 128, 128), chunk=chunk)
+    requests.run(requests.draw([4] * 6))
+    plan, before = torch.zeros_like(requests.plan), requests.state.clone()
+    ops.plan_recurrent_fold(plan, requests.cursors, requests.slots, requests.slots, requests.kept)
+    requests.fold_by(plan)
+    expected = requests.state.clone()
+    requests.state.copy_(before)
+    many = torch.zeros(500, 4, dtype=torch.int32, device=device)
+    many[[0, 8, 255, 256, 264, 499]] = plan
+    requests.fold_by(many)
+    assert same_bits(requests.state, expected)
+    assert not any(same_bits(state, old) for state, old in zip(expected[1:], before[1:], strict=True))
+
+
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_cancel_of_many_layers(device, state_dtype):
     """There are more layers than fit one launch. Layers that ran in the window have folded already."""
