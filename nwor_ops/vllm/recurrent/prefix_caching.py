@@ -66,6 +66,7 @@ class AlignedStates:
         self.listener: RecurrentListener | None = None
         is_conv = context.state_conv_widths > 0
         self._pages = _pages_of(context, groups) if self._cursors.chunk else None
+        self._no_bias: Tensor | None = None  # for copies of whole pages: zeros, one per request of the runner
         for name in PER_STATE:
             setattr(context, name, getattr(context, name)[is_conv].contiguous())
         context.num_states = int(is_conv.sum())
@@ -97,8 +98,9 @@ class AlignedStates:
         if not self._may_cross:
             return
         if self._pages is not None:
-            whole = torch.zeros_like(token_bias_gpu)
-            self._pages.run_fused_precopy(num_reqs, state_idx_gpu, src_col_gpu, whole, idx_mapping)
+            if self._no_bias is None:
+                self._no_bias = torch.zeros_like(token_bias_gpu)
+            self._pages.run_fused_precopy(num_reqs, state_idx_gpu, src_col_gpu, self._no_bias, idx_mapping)
         folds = self._plan_folds(
             idx_mapping[:num_reqs],
             src_col_gpu,
@@ -152,7 +154,7 @@ class AlignedStates:
 
 
 def _pages_of(context: Any, groups: Sequence[tuple[GroupLayers, Tensor]]) -> Any:
-    """Return a copy of vLLM's context that copies states and records in place of the convolution's rows."""
+    """Return a copy of vLLM's context that copies states with their records in place of the convolution's rows."""
     # The address of a state does not tell its group, because layers of different groups share memory.
     numbers = {address: number for number, address in enumerate(context.block_table_ptrs.tolist())}
     values: dict[str, list[int]] = {name: [] for name in PER_STATE}
@@ -160,17 +162,16 @@ def _pages_of(context: Any, groups: Sequence[tuple[GroupLayers, Tensor]]) -> Any
         number = numbers[_as_int64(table.data_ptr())]
         for layer in group.layers.values():
             cache = layer.recurrent_cache
-            for tensor in (cache.state, *cache.records):
-                size = tensor.element_size()
-                fields = {
-                    "state_base_addrs": _as_int64(tensor.data_ptr()),
-                    "state_block_strides": tensor.stride(0) * size,
-                    "state_elem_sizes": size,
-                    "state_inner_sizes": tensor[0].numel(),
-                    "state_group_indices": number,
-                }
-                for name, of_all in values.items():
-                    of_all.append(fields.get(name, 0))  # widths and rows are of convolutions
+            parts = (cache.state, *cache.records)
+            fields = {  # a page holds the state and then the parts of the record, without gaps
+                "state_base_addrs": _as_int64(cache.state.data_ptr()),
+                "state_block_strides": cache.state.stride(0) * cache.state.element_size(),
+                "state_elem_sizes": 1,
+                "state_inner_sizes": sum(part[0].nbytes for part in parts),
+                "state_group_indices": number,
+            }
+            for name, of_all in values.items():
+                of_all.append(fields.get(name, 0))  # widths and rows are of convolutions
     pages = copies.copy(context)
     for name, of_all in values.items():
         setattr(pages, name, torch.tensor(of_all, device="cpu").to(getattr(context, name)))
