@@ -32,7 +32,7 @@ The figures of README and docs/benchmarks.md:
     python benchmarks/gpu_engine.py --sides drafts_0+chunk drafts_0
     python benchmarks/gpu_engine.py --model llama --at-once 3 --sides graphs vanilla v1
     python benchmarks/gpu_engine.py --model llama --at-once 3 --sides graphs eagle drafts_0
-    python benchmarks/gpu_engine.py --at-once 5 --cache-gib 4 --requests 1 16 64 128 \
+    python benchmarks/gpu_engine.py --at-once 4 --cache-gib 12 --requests 1 16 64 128 \
         --sides vanilla bfloat16 recurrent vocabulary recurrent+vocabulary --over vanilla bfloat16 recurrent
 
 Drafts are accepted with the probability ``--acceptance``: 2.5 tokens per step with the model's own K. The first side
