@@ -804,7 +804,7 @@ def test_threads_that_need_other_amounts_of_shared_memory(device):
 
 @pytest.mark.parametrize("chunk", [0, CHUNK])
 def test_fold_of_few_of_many_entries(device, chunk):
-    """A block looks through more entries than a warp has lanes, and finds those that change a state."""
+    """A warp reads 32 entries of a plan at a time. Entries that change nothing do not matter."""
     requests = Requests(device, 6, 4, torch.float32, Heads(16, 64, 128, 128), chunk=chunk)
     requests.run(requests.draw([4] * 6))
     plan, before = torch.zeros_like(requests.plan), requests.state.clone()

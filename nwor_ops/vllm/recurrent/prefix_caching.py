@@ -154,7 +154,7 @@ class AlignedStates:
 
 
 def _pages_of(context: Any, groups: Sequence[tuple[GroupLayers, Tensor]]) -> Any:
-    """Return a copy of vLLM's context that copies states with their records in place of the convolution's rows."""
+    """Return a copy of the context that copies states with their records, and no rows of convolutions."""
     # The address of a state does not tell its group, because layers of different groups share memory.
     numbers = {address: number for number, address in enumerate(context.block_table_ptrs.tolist())}
     values: dict[str, list[int]] = {name: [] for name in PER_STATE}
