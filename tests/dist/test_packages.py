@@ -90,18 +90,13 @@ def newest() -> Fresh:
     return Fresh(TOOL["torch-matrix"][-1])
 
 
-def test_wheel_with_the_usual_torch(usual: Fresh) -> None:
-    usual.pip("install", WHEEL)
-    usual.says_what_is_missing()
-    usual.pip("install", f"{WHEEL}[cli]")
-    usual.works()
-
-
-def test_wheel_with_the_newest_torch(newest: Fresh) -> None:
-    newest.pip("install", WHEEL)
-    newest.says_what_is_missing()
-    newest.pip("install", f"{WHEEL}[cli]")
-    newest.works()
+@pytest.mark.parametrize("torch", ["usual", "newest"])
+def test_wheel(torch: str, request: pytest.FixtureRequest) -> None:
+    fresh = request.getfixturevalue(torch)
+    fresh.pip("install", WHEEL)
+    fresh.says_what_is_missing()
+    fresh.pip("install", f"{WHEEL}[cli]")
+    fresh.works()
 
 
 def test_tests_pass_with_wheel(usual: Fresh) -> None:

@@ -32,13 +32,7 @@ from paged_drafter import PagedMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import one_thread  # noqa: F401
 
-from nwor_ops.drafter import (
-    DraftBuffers,
-    DraftLoop,
-    DraftMetadata,
-    DraftSampler,
-    GraphKey,
-)
+from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftMetadata, DraftSampler, GraphKey
 from nwor_ops.drafter.loop import addresses_of
 from nwor_ops.testing.host_graphs import HostGraphLoop
 

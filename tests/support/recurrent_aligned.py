@@ -30,16 +30,7 @@ from typing import Any
 
 import recurrent_layers
 import torch
-from recurrent_layers import (
-    CLOSE,
-    GROUPS,
-    Batch,
-    K,
-    Side,
-    check_chunks,
-    configuration,
-    prepare_vllm,
-)
+from recurrent_layers import CLOSE, GROUPS, Batch, K, Side, check_chunks, configuration, prepare_vllm
 from torch import Tensor
 
 ROWS, COLUMNS = 4, 9

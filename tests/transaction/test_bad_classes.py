@@ -23,13 +23,7 @@ from nwor_ops import (
     num_shadow_blocks,
 )
 from nwor_ops.config import NworConfig
-from nwor_ops.drafter import (
-    DraftBuffers,
-    DraftLoop,
-    DraftMetadata,
-    DraftSampler,
-    GraphKey,
-)
+from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftMetadata, DraftSampler, GraphKey
 
 REFUSALS = (TypeError, ValueError)
 NO_INTEGERS: tuple[Any, ...] = (None, 1.5, True, "8", [], torch.ones(1, dtype=torch.int64))

@@ -15,16 +15,7 @@ from typing import Any
 
 import pytest
 from engine_child import describe_session
-from engines import (
-    ENGINE,
-    ENVIRONMENT,
-    SMALL,
-    Engines,
-    model_folder,
-    prompts,
-    receive_last_counts,
-    run_requests,
-)
+from engines import ENGINE, ENVIRONMENT, SMALL, Engines, model_folder, prompts, receive_last_counts, run_requests
 from planted_errors import Fault, Lines, Planted
 
 MAX_TOKENS = 40

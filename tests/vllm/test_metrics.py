@@ -10,15 +10,7 @@ from typing import Any, ClassVar
 import prometheus_client
 import pytest
 import torch
-from counted_session import (
-    CountedSession,
-    Scheduler,
-    across_processes,
-    engine_config,
-    front_end,
-    positive,
-    step_output,
-)
+from counted_session import CountedSession, Scheduler, across_processes, engine_config, front_end, positive, step_output
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 

@@ -251,6 +251,8 @@ class Step:
         self.audit.opened({"0": redirected})
 
     def forward(self) -> None:
+        """Begin the step and run its layer."""
+        self.begin()
         if self.recorded:
             self.audit.record("layer", *ROWS, REDIRECTED, 0, ())
         write_rows(*ROWS, self.cache, REDIRECTED)
@@ -264,7 +266,6 @@ class Step:
         self.audit.commit(lambda: [1, 2], undone=True)
 
     def whole(self) -> None:
-        self.begin()
         self.forward()
         self.audit.forwarded("after the forward")
         self.audit.forwarded("before sampling")
@@ -320,7 +321,6 @@ def test_draft_in_request_page_is_found(slot: int, recorded: bool) -> None:
     """This includes an accepted draft's row, because acceptance is not known yet, and a page that does not belong to
     the step."""
     step = Step(recorded)
-    step.begin()
     step.forward()
     step.audit.forwarded("after the forward")
     step.row(slot)[0, 0] = 5
@@ -334,7 +334,6 @@ def test_draft_in_request_page_is_found(slot: int, recorded: bool) -> None:
 )
 def test_wrong_copy_of_commit_is_found(slot: int, message: str, recorded: bool) -> None:
     step = Step(recorded)
-    step.begin()
     step.forward()
     step.audit.forwarded("before sampling")
     step.commit()
@@ -346,7 +345,6 @@ def test_wrong_copy_of_commit_is_found(slot: int, message: str, recorded: bool) 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_commit_that_forgets_a_row_is_found(recorded: bool) -> None:
     step = Step(recorded)
-    step.begin()
     step.forward()
     step.audit.forwarded("before sampling")
     with pytest.raises(AuditError, match=r"in layer layer slots 6 \(token 1\), 7 \(token 2\)"):
@@ -357,19 +355,16 @@ def test_a_commit_that_forgets_a_row_is_found(recorded: bool) -> None:
 def test_shadow_page_without_committed_rows_is_found(recorded: bool) -> None:
     """Attention reads these rows there. Slot 5 is the last of them."""
     step = Step(recorded)
-    step.begin()
     step.forward()
     step.row(17)[1, 3] = 5
-    with pytest.raises(
-        AuditError, match=r"after the forward, .* in layer layer attention .* 1 slots: 5 \(found at 17\)"
-    ):
+    message = r"after the forward, .* in layer layer attention .* 1 slots: 5 \(found at 17\)"
+    with pytest.raises(AuditError, match=message):
         step.audit.forwarded("after the forward")
 
 
 def test_wrong_row_in_shadow_page_is_found() -> None:
     """The copied row differs from what vLLM's own writer would have written."""
     step = Step()
-    step.begin()
     step.forward()
     step.row(19)[0, 0] = 5
     step.audit.forwarded("before sampling")
@@ -398,7 +393,6 @@ def test_layer_unreached_by_failed_forward(earlier: str) -> None:
 def test_wrong_row_of_cancel_is_found(is_right: bool) -> None:
     """Cancel copies the row of the given token, for which the layer's writer was called."""
     step = Step()
-    step.begin()
     step.forward()
     if is_right:
         step.row(6)[:] = step.row(18)
