@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 K, ROWS, GROUPS, BLOCKS, STEPS = 3, 6, 2, 64, 40
 KEY_HEADS, VALUE_HEADS, WIDTH, CONVOLUTION = 1, 2, 64, 4
 DIMENSION = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
+READ_BY_GRAPHS = ("plan", "window_id", "num_accepted_tokens", "spec_state_indices_tensor")  # and the runner's starts
 CLOSE = 0.02  # the interpreter truncates to bfloat16 outputs instead of rounding
 
 
@@ -335,7 +336,7 @@ class Side:
         import vllm.forward_context as forward_context
 
         with Launches() as launches:
-            metadata = self.metadata(batch, blocks)
+            self.made = metadata = self.metadata(batch, blocks)
         self.launches = launches.count
         forward_context._forward_context = SimpleNamespace(attn_metadata=metadata)
         outputs = []
@@ -441,6 +442,7 @@ def run(
     said: dict[str, Any] = {"windows_only": 0, "mixed": 0, "prompts_only": 0, "preempted": 0, "worst": 0.0,
                             "launches_added": -99}  # fmt: skip
     said |= {"blocks": [side.blocks_per_request for side in sides], "not_stored": 0}
+    read_by_graphs: set[tuple[int, ...]] = set()  # addresses
     for _ in range(steps):
         while len(requests) < ROWS and chance.random() < 0.5:
             requests.append(Request(chance.randint(1, 12), sides))
@@ -459,6 +461,9 @@ def run(
         if kind == "windows_only":
             theirs, mine = (side.launches for side in sides)
             said["launches_added"] = max(said["launches_added"], mine - theirs)
+            read = [getattr(of_group, name) for of_group in sides[1].made.values() for name in READ_BY_GRAPHS]
+            read_by_graphs.add(tuple(tensor.data_ptr() for tensor in read))
+            said["addresses"] = len(read_by_graphs)
         audit.forwarded("after the forward")
         if windows:
             plans = [row for builder in sides[1].builders for row in builder.plan.tolist()]

@@ -88,8 +88,9 @@ def test_qwen_equals_vllm(case: str) -> None:
     # Most windows had accepted and rejected drafts.
     assert said["states_compared"] < said["rows_reapplied"] < 4 * said["states_compared"]
     assert said["prompt_folds"] > 0
-    # There is a plan for each group. In graphs, vLLM copies the state indices of all groups except the first.
-    assert said["launches_added"] == (1 if "graphs" in case else GROUPS)
+    # There is a plan for each group. Otherwise one copy is left of what vLLM's builder launches.
+    assert said["launches_added"] == (-16 if "graphs" in case else -10)
+    assert said["addresses"] == 1
 
 
 @pytest.mark.long
@@ -124,7 +125,7 @@ def test_other_models_equal_vllm(case: str) -> None:
     said = said_of(case, "recurrent_models.py")
     assert said["blocks"] == [4, 1]
     assert min(said["windows_only"], said["mixed"]) > 4
-    assert said["launches_added"] == (1 if "graphs" in case else GROUPS)
+    assert said["launches_added"] == (-16 if "graphs" in case else -10)
     assert said["states_compared"] > 50
     assert said["states_compared"] < said["rows_reapplied"] < 4 * said["states_compared"]
 

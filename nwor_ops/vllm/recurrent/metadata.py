@@ -5,8 +5,8 @@ first column, and their number. A plan replaces the other columns. One launch pe
 buffer that CUDA graphs read.
 
 Without drafts, every decode is a window of one token, which always stays. vLLM's builder then gets the arguments that
-the runner passes with drafts. The layers therefore get the same metadata in both cases. A batch with only such windows
-needs no builder.
+the runner passes with drafts. The layers therefore get the same metadata in both cases. A batch with only windows does
+not need vLLM's builder.
 
 vLLM's kernels compute the other requests of a batch (prompts) on the state itself. Their pending rows are folded first,
 in all layers of the group with one launch.
@@ -89,9 +89,10 @@ class RecurrentMetadataBuilder(GDNAttentionMetadataBuilder):
         # Graphs may be padded to more requests than a batch can have.
         rows = max(vllm_config.scheduler_config.max_num_seqs, self.decode_cudagraph_max_bs)
         self.plan = torch.zeros(rows, 4, dtype=torch.int32, device=device)
-        # Without drafts, what a batch with only windows needs. It never changes.
+        # What a batch with only windows needs. Only _kept changes.
         self._ones = torch.ones(rows, dtype=torch.int32, device=device)
-        self._each_token = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._kept = torch.ones_like(self._ones)
+        self._each_token = torch.arange(rows * (self.num_spec + 1), dtype=torch.int32, device=device)
         self._all_windows = torch.ones(rows, dtype=torch.bool, device=device)
         self.window_id = torch.zeros(1, dtype=torch.int64, device=device)
         self._fold_plan = torch.zeros_like(self.plan)
@@ -123,18 +124,18 @@ class RecurrentMetadataBuilder(GDNAttentionMetadataBuilder):
         num_decode_draft_tokens_cpu: Tensor | None = None,
         fast_build: bool = False,
     ) -> RecurrentMetadata:
-        slots = self._slots(common_attn_metadata.block_table_tensor)
+        common, slots = common_attn_metadata, self._slots(common_attn_metadata.block_table_tensor)
         if self.num_spec == 0:
-            is_decode = _decodes_of(common_attn_metadata)
-            decodes = int(is_decode.sum())
-            if decodes and decodes == int(common_attn_metadata.query_start_loc_cpu[-1]):
-                return self._planned(self._of_decodes(common_attn_metadata, decodes), slots)
-            num_decode_draft_tokens_cpu = torch.from_numpy(is_decode.astype(np.int32) - 1)
-            num_accepted_tokens = self._ones[: common_attn_metadata.num_reqs]
-        table = self._table(common_attn_metadata.block_table_tensor)
+            num_decode_draft_tokens_cpu = torch.from_numpy(_decodes_of(common).astype(np.int32) - 1)
+            num_accepted_tokens = self._ones[: common.num_reqs]
+        if num_decode_draft_tokens_cpu is not None:
+            starts, is_window = common.query_start_loc_cpu.numpy(), num_decode_draft_tokens_cpu.numpy() >= 0
+            windows, tokens = int(is_window.sum()), int(starts[-1])
+            if windows and np.diff(starts)[is_window].sum() == tokens:
+                return self._planned(self._of_windows(common, windows, tokens, num_accepted_tokens), slots)
         built = super().build(
             common_prefix_len,
-            common_attn_metadata.replace(block_table_tensor=table),
+            common.replace(block_table_tensor=self._table(common.block_table_tensor)),
             num_accepted_tokens,
             num_decode_draft_tokens_cpu,
             fast_build=fast_build,
@@ -142,27 +143,35 @@ class RecurrentMetadataBuilder(GDNAttentionMetadataBuilder):
         metadata = RecurrentMetadata(
             **vars(built),
             batch_kept=num_accepted_tokens,
-            batch_ends=common_attn_metadata.seq_lens,
-            batch_starts=common_attn_metadata.query_start_loc,
+            batch_ends=common.seq_lens,
+            batch_starts=common.query_start_loc,
         )
         return self._planned(metadata, slots)
 
-    def _of_decodes(self, common: Any, decodes: int) -> RecurrentMetadata:
-        """Return the metadata of a batch with only windows of one token, without the plan. Padded requests follow."""
+    def _of_windows(self, common: Any, windows: int, tokens: int, kept: Tensor | None) -> RecurrentMetadata:
+        """Return the metadata of a batch with only windows, without the plan. Padded requests follow the windows.
+
+        With graphs vLLM's builder launches 17 kernels for it. FULL graphs read the same addresses in every step: vLLM's
+        buffer of starts, which it pads, and a copy of ``kept``.
+        """
         rows = common.num_reqs
+        assert kept is not None
+        if self.num_spec:
+            kept = self._kept[:rows].copy_(kept)
         return RecurrentMetadata(
             num_prefills=0,
             num_prefill_tokens=0,
             num_decodes=0,
             num_decode_tokens=0,
-            num_spec_decodes=decodes,
-            num_spec_decode_tokens=decodes,
+            num_spec_decodes=windows,
+            num_spec_decode_tokens=tokens,
             num_actual_tokens=common.num_actual_tokens,
-            spec_query_start_loc=self._each_token[: rows + 1],
+            spec_query_start_loc=common.query_start_loc[: rows + 1],
             spec_sequence_masks=self._all_windows[:rows],
-            spec_token_indx=self._each_token[:decodes],
+            spec_token_indx=self._each_token[:tokens],
             non_spec_token_indx=self._each_token[:0],
-            num_accepted_tokens=self._ones[:rows],
+            num_accepted_tokens=kept,
+            batch_kept=kept,
             batch_ends=common.seq_lens,
             batch_starts=common.query_start_loc,
         )
