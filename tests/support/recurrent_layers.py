@@ -335,9 +335,9 @@ class Side:
         """Return the outputs of each layer."""
         import vllm.forward_context as forward_context
 
-        with Launches() as launches:
+        with Operations() as operations:
             self.made = metadata = self.metadata(batch, blocks)
-        self.launches = launches.count
+        self.operations = operations.count
         forward_context._forward_context = SimpleNamespace(attn_metadata=metadata)
         outputs = []
         for layer, given in zip(self.layers, inputs, strict=True):
@@ -354,8 +354,8 @@ class Side:
             layer._forward_core(given["mixed_qkv"], given["b"], given["a"], out)
 
 
-class Launches(TorchDispatchMode):
-    """Count the operations that a GPU would run, which compute or copy data."""
+class Operations(TorchDispatchMode):
+    """Count operations that compute or copy data, of tensors on the device and on the host."""
 
     count = 0
 
@@ -440,7 +440,7 @@ def run(
         builder.listener = audit
     requests: list[Request] = []
     said: dict[str, Any] = {"windows_only": 0, "mixed": 0, "prompts_only": 0, "preempted": 0, "worst": 0.0,
-                            "launches_added": -99}  # fmt: skip
+                            "operations_added": -99}  # fmt: skip
     said |= {"blocks": [side.blocks_per_request for side in sides], "not_stored": 0}
     read_by_graphs: set[tuple[int, ...]] = set()  # addresses
     for _ in range(steps):
@@ -459,8 +459,8 @@ def run(
             for number, side in enumerate(sides)
         ]
         if kind == "windows_only":
-            theirs, mine = (side.launches for side in sides)
-            said["launches_added"] = max(said["launches_added"], mine - theirs)
+            theirs, mine = (side.operations for side in sides)
+            said["operations_added"] = max(said["operations_added"], mine - theirs)
             read = [getattr(of_group, name) for of_group in sides[1].made.values() for name in READ_BY_GRAPHS]
             read_by_graphs.add(tuple(tensor.data_ptr() for tensor in read))
             said["addresses"] = len(read_by_graphs)
