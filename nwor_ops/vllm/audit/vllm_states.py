@@ -13,6 +13,7 @@ A FULL graph calls no Python, so an engine with such graphs is not audited.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import weakref
 from collections import Counter
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nwor_ops.vllm.audit.cache import AuditError
-from nwor_ops.vllm.audit.watch import RecurrentGroup, differing_bytes
+from nwor_ops.vllm.audit.watch import RecurrentGroup
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.step_listener import StepListener
 
@@ -43,7 +44,7 @@ _TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2**-6, 2**-6), torc
 
 
 class VllmStateAudit(StepListener):
-    """Compare the states of every window of vLLM. They are copied, so use it only with small models.
+    """Compare the states of every window of vLLM. Those of each request's last window are copied.
 
     Args:
         names: the name of each Gated DeltaNet layer, by the address of its ``A_log``.
@@ -104,48 +105,63 @@ class VllmStateAudit(StepListener):
 
     def watched(self, call: LayerCall, compute: Callable[[], Result]) -> Result:
         """Run vLLM's kernel for the windows of a layer, and compare the states before and after it."""
-        name, states = self._names[call.A_log.data_ptr()], call.states
-        windows = call.windows()
-        read = []
-        for window in windows:
-            self._compare_start(name, window.blocks, window.num_kept, states)
-            read.append(states[window.source].float().clone())  # the kernel may overwrite it
+        name, states, windows = self._names[call.A_log.data_ptr()], call.states, call.windows()
+        if not windows:
+            return compute()
+        self._compare_starts(name, windows, states)
+        read = states[[window.source for window in windows]].float()  # a copy: the kernel may overwrite it
         out = compute()
         if not any(window.blocks[0] in self._windows for window in windows):
             self._windows += [window.blocks[0] for window in windows]
-        for window, state in zip(windows, read, strict=True):
-            stored = states[window.blocks[: window.end - window.start]].clone()
-            self._compare_stored(name, window.blocks[0], call.states_after(window, state), stored)
-            self._kept[name, window.blocks[0]] = stored
+        stored = states[[block for window in windows for block in window.blocks[: window.length]]]
+        self._compare_stored(name, windows, call.states_after(windows, read), stored)
+        if self._blocks_stay:
+            of_windows = stored.split([window.length for window in windows])
+            for window, of_window in zip(windows, of_windows, strict=True):
+                self._kept[name, window.blocks[0]] = of_window
         return out
 
-    def _compare_start(self, name: str, blocks: list[int], count: int, states: Tensor) -> None:
-        kept, sampled = self._kept.get((name, blocks[0])), self._num_sampled.get(blocks[0])
-        if kept is None or sampled is None or not self._blocks_stay:
+    def _compare_starts(self, name: str, windows: list[_Window], states: Tensor) -> None:
+        known = [
+            (window, kept)
+            for window in windows
+            if (kept := self._kept.get((name, window.blocks[0]))) is not None and window.blocks[0] in self._num_sampled
+        ]
+        for window, _ in known:
+            if window.num_kept != (sampled := self._num_sampled[window.blocks[0]]):
+                raise AuditError(
+                    f"{self._where_of(name, window)}: vLLM continues from the state after {window.num_kept} tokens of "
+                    f"the last window, and {sampled} tokens were sampled"
+                )
+        if not known:
             return
-        where = f"{self._where} of layer {name}, request in block {blocks[0]}"
-        if count != sampled:
-            raise AuditError(
-                f"{where}: vLLM continues from the state after {count} tokens of the last window, and {sampled} tokens "
-                "were sampled"
-            )
-        if differ := differing_bytes(states[blocks[count - 1]], kept[count - 1]):
-            raise AuditError(
-                f"{where}: the state after {count} tokens of the last window has changed since: {differ} bytes differ"
-            )
-        self._counts["states_compared"] += 1
+        before = torch.stack([kept[window.num_kept - 1] for window, kept in known])
+        present = states[[window.source for window, _ in known]]
+        differ = before.contiguous().view(torch.uint8) != present.contiguous().view(torch.uint8)
+        for (window, _), count in zip(known, differ.flatten(1).sum(1).tolist(), strict=True):
+            if count:
+                raise AuditError(
+                    f"{self._where_of(name, window)}: the state after {window.num_kept} tokens of the last window has "
+                    f"changed since: {count} bytes differ"
+                )
+        self._counts["states_compared"] += len(known)
 
-    def _compare_stored(self, name: str, block: int, expected: Tensor, stored: Tensor) -> None:
+    def _compare_stored(self, name: str, windows: list[_Window], expected: Tensor, stored: Tensor) -> None:
+        """Compare the states after each token of the windows."""
         relative, absolute = _TOLERANCES[stored.dtype]
-        close = torch.isclose(stored.float(), expected, rtol=relative, atol=absolute)
-        self._counts["states_computed"] += len(stored)
-        if not close.all():
-            token = int((~close).nonzero()[0, 0])
-            raise AuditError(
-                f"{self._where} of layer {name}, request in block {block}: the state after token {token} of the window "
-                f"is not the one that its inputs give: {int((~close[token]).sum())} of {close[token].numel()} numbers "
-                "differ"
-            )
+        differ = ~torch.isclose(stored.float(), expected, rtol=relative, atol=absolute)
+        counts = differ.flatten(1).sum(1).tolist()
+        tokens = [(window, token) for window in windows for token in range(window.length)]
+        self._counts["states_computed"] += len(tokens)
+        for (window, token), count in zip(tokens, counts, strict=True):
+            if count:
+                raise AuditError(
+                    f"{self._where_of(name, window)}: the state after token {token} of the window is not the one that "
+                    f"its inputs give: {count} of {differ[0].numel()} numbers differ"
+                )
+
+    def _where_of(self, name: str, window: _Window) -> str:
+        return f"{self._where} of layer {name}, request in block {window.blocks[0]}"
 
     @property
     def _where(self) -> str:
@@ -165,6 +181,10 @@ class _Window:
     def source(self) -> int:
         """The block that the layer continues from."""
         return self.blocks[self.num_kept - 1]
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,21 +246,26 @@ class LayerCall:
         windows = [_Window(blocks, num_kept, start, end) for blocks, num_kept, start, end in rows if end > start]
         return [window for window in windows if window.num_kept > 0 and window.source > _NULL_BLOCK]
 
-    def states_after(self, window: _Window, state: Tensor) -> Tensor:
-        """Compute the state after each token of a window, float32 ``[tokens, value heads, dk, dv]``, from ``state``."""
-        tokens = slice(window.start, window.end)
+    def states_after(self, windows: list[_Window], states: Tensor) -> Tensor:
+        """Compute the states after each token of these windows, float32 ``[tokens, value heads, dk, dv]``, from the
+        ``states`` before them. **Mutates** ``states``."""
+        tokens = [token for window in windows for token in range(window.start, window.end)]
         keys, values = self.k[tokens].float(), self.v[tokens].float()
         if self.normalize:
             keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + _NORM_EPS)
-        keys = keys.repeat_interleave(values.shape[1] // keys.shape[1], dim=1)
+        keys = keys.repeat_interleave(values.shape[1] // keys.shape[1], dim=1)[..., None]
         decays = torch.exp(-self.A_log.float().exp() * F.softplus(self.a[tokens].float() + self.dt_bias.float()))
-        rates = self.b[tokens].float().sigmoid()
-        after = []
-        for key, value, decay, rate in zip(keys[..., None], values, decays, rates, strict=True):
-            state = state * decay[:, None, None]
-            state = state + key * ((value - (state * key).sum(1)) * rate[:, None])[:, None]
-            after.append(state)
-        return torch.stack(after)
+        decays, rates = decays[..., None, None], self.b[tokens].float().sigmoid()[..., None]
+        after = torch.empty(len(tokens), *states.shape[1:], device=states.device)
+        ends = list(itertools.accumulate(window.length for window in windows))
+        for token in range(max(window.length for window in windows)):
+            longer = [index for index, window in enumerate(windows) if window.length > token]
+            of_windows = torch.tensor(longer, device=states.device)
+            at = torch.tensor([ends[index] - windows[index].length + token for index in longer], device=states.device)
+            state, key = states[of_windows] * decays[at], keys[at]
+            state = state + key * ((values[at] - (state * key).sum(2)) * rates[at])[:, :, None]
+            states[of_windows] = after[at] = state
+        return after
 
 
 def audit_states(runner: Any, groups: Sequence[RecurrentGroup]) -> VllmStateAudit | str:
