@@ -10,7 +10,7 @@ serve``: prefix caching, CUDA graphs, asynchronous scheduling.
     vocabulary        a draft vocabulary of 32,768 rows; vocabulary_N has N rows
     graphs            draft graphs
     cow, stage        the KV transaction
-    audited           all features of the side, audited at every step
+    audited           all features of the side, audited at every step; at most 16 requests
     drafts_N          N drafts per step; 0: no speculation
     bfloat16          bfloat16 recurrent states
     no_prefix         no prefix caching
@@ -221,7 +221,7 @@ WORDS = {
     "graphs": Side({"VLLM_NWOR_DRAFT_GRAPHS": "1"}),
     "cow": Side({"VLLM_NWOR_MODE": "cow"}),
     "stage": Side({"VLLM_NWOR_MODE": "stage"}),
-    "audited": Side({"VLLM_NWOR_AUDIT": "1"}),
+    "audited": Side({"VLLM_NWOR_AUDIT": "1"}, engine={"max_num_seqs": 16}),
     "bfloat16": Side(engine={"mamba_ssm_cache_dtype": "bfloat16"}),
     "no_prefix": Side(engine={"enable_prefix_caching": False}),
     "triton": Side(engine={"gdn_prefill_backend": "triton"}),
@@ -275,7 +275,7 @@ def job_of(model: Model, side: Side, folder: pathlib.Path, cache_gib: float, acc
         **side.engine,
     }
     if cache_gib < CACHE_GIB:
-        engine["max_num_seqs"] = SEQS_OF_SMALL_CACHE
+        engine.setdefault("max_num_seqs", SEQS_OF_SMALL_CACHE)
     if model is SMALL:  # vLLM's CPU engine, to try the script
         engine |= {"enforce_eager": True, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "max_model_len": 2048}
     if num_drafts:
