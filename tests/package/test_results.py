@@ -125,11 +125,15 @@ LOADS = (1, 16, 64, 128)
 # README's rows by their first cells: machine, file and ratio.
 SIDES = "h200", "gpu_engine_hybrid_sides"
 GAINS = {
-    "`recurrent` | the best vanilla": (*SIDES, "e2e/recurrent/over/bfloat16+fp8_head"),
+    "`recurrent` | the best vanilla": ("h200", "gpu_engine_hybrid_exact", "e2e/recurrent/over/bfloat16+fp8_head"),
     "`draft_vocabulary` | the best vanilla": (*SIDES, "e2e/vocabulary/over/bfloat16+fp8_head"),
-    "both | the best vanilla": (*SIDES, "e2e/recurrent+vocabulary/over/bfloat16+fp8_head"),
+    "both | the best vanilla": ("h200", "gpu_engine_hybrid_exact", "e2e/recurrent+vocabulary/over/bfloat16+fp8_head"),
     "both, chunk form and bfloat16 states | the best vanilla": (
-        *SIDES, "e2e/bfloat16+chunk+vocabulary/over/bfloat16+fp8_head"
+        "h200", "gpu_engine_hybrid_load", "e2e/bfloat16+chunk+vocabulary/over/bfloat16+fp8_head"
+    ),
+    "the same with 4 drafts | the best vanilla with 4 drafts": (
+        "h200", "gpu_engine_hybrid_drafts",
+        "e2e/bfloat16+chunk+vocabulary+drafts_4/over/bfloat16+fp8_head+drafts_4",
     ),
     "`draft_vocabulary`, EAGLE | the same engine without it": (
         "h200", "gpu_engine_llama_vocabulary", "e2e/eagle+vocabulary/over/eagle"
