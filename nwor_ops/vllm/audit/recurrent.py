@@ -162,6 +162,8 @@ class StateAudit(StepListener, RecurrentListener):
         """Compare the states that rows of a plan stored, or would have stored. A check has such a row, and what is kept
         of its source."""
         checks = [(row, kept) for row, kept in checks if row[1] or row[3] not in (0, row[0])]  # others change nothing
+        if not checks:
+            return
         for (source, rows, *_), kept in checks:
             if len(kept) < rows:
                 raise AuditError(

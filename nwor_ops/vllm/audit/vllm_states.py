@@ -118,7 +118,7 @@ class VllmStateAudit(StepListener):
         if self._blocks_stay:
             of_windows = stored.split([window.length for window in windows])
             for window, of_window in zip(windows, of_windows, strict=True):
-                self._kept[name, window.blocks[0]] = of_window
+                self._kept[name, window.blocks[0]] = of_window.clone()  # not a view, which keeps all windows
         return out
 
     def _compare_starts(self, name: str, windows: list[_Window], states: Tensor) -> None:
@@ -256,7 +256,7 @@ class LayerCall:
         keys = keys.repeat_interleave(values.shape[1] // keys.shape[1], dim=1)[..., None]
         decays = torch.exp(-self.A_log.float().exp() * F.softplus(self.a[tokens].float() + self.dt_bias.float()))
         decays, rates = decays[..., None, None], self.b[tokens].float().sigmoid()[..., None]
-        after = torch.empty(len(tokens), *states.shape[1:], device=states.device)
+        after = states.new_empty(len(tokens), *states.shape[1:])
         ends = list(itertools.accumulate(window.length for window in windows))
         for token in range(max(window.length for window in windows)):
             longer = [index for index, window in enumerate(windows) if window.length > token]
