@@ -171,7 +171,7 @@ class CacheAudit(StepListener):
                 for state in group.states
                 if state.untyped_storage().data_ptr() == address
             ]
-            watched.watch(itertools.chain(self._pages(watched, written), itertools.starmap(Pages, states)))
+            watched.watch(self._pages(watched, written))
             watched.expect(watched.read())
             watched.left_out = self._left_out(watched, written, states)
 

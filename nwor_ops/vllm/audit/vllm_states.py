@@ -149,10 +149,13 @@ class VllmStateAudit(StepListener):
     def _compare_stored(self, name: str, windows: list[_Window], expected: Tensor, stored: Tensor) -> None:
         """Compare the states after each token of the windows."""
         relative, absolute = _TOLERANCES[stored.dtype]
+        self._counts["states_computed"] += len(stored)
+        error = (stored.float() - expected).abs_()
+        if error.sub_(expected.abs().mul_(relative)).max() <= absolute:  # NaN: no
+            return
         differ = ~torch.isclose(stored.float(), expected, rtol=relative, atol=absolute)
         counts = differ.flatten(1).sum(1).tolist()
         tokens = [(window, token) for window in windows for token in range(window.length)]
-        self._counts["states_computed"] += len(tokens)
         for (window, token), count in zip(tokens, counts, strict=True):
             if count:
                 raise AuditError(

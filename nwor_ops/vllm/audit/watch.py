@@ -1,8 +1,8 @@
 """The bytes of a storage that the audit of the cache compares in one step, and those that it leaves to vLLM.
 
 A cache has GiBs, and a step writes few of its pages. So a storage is divided into tiles. A step watches the tiles of
-the pages that it may write, and some of the rest. The rest takes turns: each byte is watched again after a number of
-steps that depends on the sizes. A small cache is watched whole in every step.
+the attention pages that it may write, and some of the rest. The rest takes turns: each byte is watched again after a
+number of steps that depends on the sizes. A small cache is watched whole in every step.
 
 Block b of a recurrent group of a hybrid model is the same memory as block b of an attention group, and belongs to one
 of them at a time. vLLM's kernels overwrite the states as the batch runs, and vLLM copies them from block to block. The
