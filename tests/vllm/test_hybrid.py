@@ -25,6 +25,7 @@ from packed_rows import write_rows
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from nwor_ops.kv_cache import LayerCache
+from nwor_ops.vllm.audit import watch
 from nwor_ops.vllm.audit.cache import AuditError, CacheAudit
 from nwor_ops.vllm.audit.watch import RecurrentGroup
 from nwor_ops.vllm.support.refusals import Unsupported
@@ -194,6 +195,13 @@ def test_only_states_of_batch_are_left_out(block: int, byte: int, left_out: bool
         return
     with pytest.raises(AuditError, match="1 bytes differ from the expected ones"):
         step.run(block, byte)
+
+
+def test_pages_of_states_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_LARGEST_TILE", 64)
+    step = Step(functools.partial(CacheAudit, rest_bytes=0))
+    step.run(3, STATE)
+    assert step.audit.summary()["bytes_compared"] == step.pages.shape[1]
 
 
 def test_state_left_out_once_is_compared_later() -> None:

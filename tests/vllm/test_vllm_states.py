@@ -90,6 +90,7 @@ def test_vllm_continues_from_its_states():
     assert summary["steps"] > 20
     assert summary["states_compared"] > 30
     assert summary["states_computed"] > summary["windows"] * len(LAYERS)
+    assert {kept.untyped_storage().nbytes() - kept.nbytes for kept in engine.audit._kept.values()} == {0}
 
 
 @pytest.mark.parametrize("name", LAYERS)
