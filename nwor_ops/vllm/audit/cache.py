@@ -159,11 +159,8 @@ class CacheAudit(StepListener):
         starts = [int(start) for start in query_start_loc]
         slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
         self._step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots)
-        device = next(iter(self._layers.values())).kv_cache.device
-        recurrent = [group.blocks().to(device) for group in self._recurrent]
-        written = {
-            group: (own[own >= 0] // self._block_sizes[group]).unique().to(device) for group, own in slots.items()
-        }
+        recurrent = [group.blocks() for group in self._recurrent]
+        written = {group: (own[own >= 0] // self._block_sizes[group]).unique() for group, own in slots.items()}
         for address, watched in self._watched.items():
             states = [
                 (state, blocks)
@@ -444,7 +441,7 @@ class CacheAudit(StepListener):
         for state, blocks in states:
             same_place(state.view(torch.uint8), marks.untyped_storage())[blocks] = 1
             self._totals.recurrent_bytes += len(blocks) * state[0].nbytes
-        shadow = {group: torch.tensor(blocks, device=marks.device) for group, blocks in self._shadow_blocks.items()}
+        shadow = {group: torch.tensor(blocks, device="cpu") for group, blocks in self._shadow_blocks.items()}
         for pages in self._pages(watched, shadow):
             pages.mark(marks, 1)
         return watched.marked(marks)

@@ -10,8 +10,8 @@ audit then folds the pending rows into a copy of the state and compares that.
 vLLM also writes checkpoints: FlashInfer's prefill stores a state from the middle of a prompt in a separate block. Such
 a block must hold that state with nothing pending, both now and when a later request starts from it.
 
-States are compared by digests of 64 bits, so the audit keeps 8 bytes of a state, and waits for the device once per
-group of layers.
+The audit compares digests of 64 bits. It keeps 8 bytes of a state, and waits for the device a few times per group of
+layers.
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ def _weights(count: int, device: torch.device) -> Tensor:
     return torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu").to(device) * 2 + 1
 
 
-def _numbers(digests: Iterable[Tensor]) -> list[list[int]]:
+def _numbers(of_layers: Iterable[Tensor]) -> list[list[int]]:
     """Return the digests of each state in all layers, from a tensor for each layer."""
-    numbers: list[list[int]] = torch.stack(list(digests), dim=1).tolist()
+    numbers: list[list[int]] = torch.stack(list(of_layers), dim=1).tolist()
     return numbers
 
 

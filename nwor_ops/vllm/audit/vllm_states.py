@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nwor_ops.vllm.audit.cache import AuditError
-from nwor_ops.vllm.audit.watch import RecurrentGroup
+from nwor_ops.vllm.audit.watch import RecurrentGroup, differing_bytes
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.step_listener import StepListener
 
@@ -137,9 +137,9 @@ class VllmStateAudit(StepListener):
             return
         before = torch.stack([kept[window.num_kept - 1] for window, kept in known])
         present = states[[window.source for window, _ in known]]
-        differ = before.contiguous().view(torch.uint8) != present.contiguous().view(torch.uint8)
-        for (window, _), count in zip(known, differ.flatten(1).sum(1).tolist(), strict=True):
-            if count:
+        for index in range(len(known)) if differing_bytes(present, before) else ():
+            if count := differing_bytes(present[index], before[index]):
+                window, _ = known[index]
                 raise AuditError(
                     f"{self._where_of(name, window)}: the state after {window.num_kept} tokens of the last window has "
                     f"changed since: {count} bytes differ"

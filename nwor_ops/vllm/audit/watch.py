@@ -44,26 +44,27 @@ class Pages:
 
     Args:
         view: the cache, ``[num_blocks, ...]``. If a block of all layers is one page, that page is meant.
-        blocks: numbers of blocks, int64, on the device of the cache.
+        blocks: numbers of blocks, int64.
 
     Attributes:
-        first, stride: first byte of block 0 in the storage, and bytes from one block to the next.
+        starts: first byte of each page in the storage, int64.
         length: bytes of a page.
     """
 
     def __init__(self, view: Tensor, blocks: Tensor) -> None:
         size = view.element_size()
-        self.blocks, self._count, self.stride = blocks, view.shape[0], view.stride(0) * size
-        if self._count * self.stride == view.untyped_storage().nbytes():
-            self.first, self.length = 0, self.stride
+        self._blocks, self._count, self._stride = blocks.to(view.device), view.shape[0], view.stride(0) * size
+        if self._count * self._stride == view.untyped_storage().nbytes():
+            self._first, self.length = 0, self._stride
         else:
-            self.first = int(view.storage_offset()) * size
+            self._first = int(view.storage_offset()) * size
             steps = zip(view.shape[1:], view.stride()[1:], strict=True)
             self.length = (1 + sum((n - 1) * step for n, step in steps)) * size
+        self.starts = self._first + self._blocks * self._stride
 
     def mark(self, marks: Tensor, value: int) -> None:
         """Set the pages in marks of the storage, which have a byte for each of its bytes."""
-        marks.as_strided((self._count, self.length), (self.stride, 1), self.first)[self.blocks] = value
+        marks.as_strided((self._count, self.length), (self._stride, 1), self._first)[self._blocks] = value
 
 
 class WatchedStorage:
@@ -97,13 +98,8 @@ class WatchedStorage:
         """Watch these pages and the next part of the rest, from now on."""
         count, device = len(self._watched), self._watched.device
         self._watched.zero_()
-        alike: dict[Any, list[Pages]] = {}
         for page in pages:
-            alike.setdefault((id(page.blocks), page.stride, page.length), []).append(page)
-        for page, *others in alike.values():
-            firsts = torch.tensor(sorted({page.first, *(other.first for other in others)}), device=device)
-            starts = (firsts[:, None] + page.blocks * page.stride).flatten()
-            first, last = starts // self._tile, (starts + page.length - 1) // self._tile
+            first, last = page.starts // self._tile, (page.starts + page.length - 1) // self._tile
             tiles = first[:, None] + torch.arange(page.length // self._tile + 2, device=device)
             self._watched[torch.minimum(tiles, last[:, None])] = True
         self._watched[(self._next + torch.arange(self._rest, device=device)) % count] = True
@@ -186,6 +182,6 @@ class RecurrentGroup:
     rows: Callable[[], Iterable[tuple[int, list[int]]]]
 
     def blocks(self) -> Tensor:
-        """Return the blocks whose states this batch may change, and block 0: int64 on the CPU."""
+        """Return the blocks whose states this batch may change, and block 0: int64 on the device of the states."""
         named = {block for computed, row in self.rows() for block in row[max(computed - 1, 0) // self.block_size :]}
-        return torch.tensor(sorted(named | {_NULL_BLOCK}), device="cpu")
+        return torch.tensor(sorted(named | {_NULL_BLOCK}), device=self.states[0].device)
