@@ -217,7 +217,7 @@ def test_shadow_pages_and_states_are_left_out_together() -> None:
     step = Step(functools.partial(CacheAudit, shadow_blocks={"0": range(6, 8)}))
     step.audit.begin([0, 3], [2], {"0": SLOTS})
     [watched] = step.audit._watched.values()
-    marked = watched.left_out
+    marked = watched.left_out()
     assert marked.view(BLOCKS, -1).sum(1).tolist() == [STATE, 0, 0, STATE, STATE, 0, 256, 256]
 
 

@@ -21,6 +21,7 @@ In mode ``"stage"``, no page of a request may hold a rejected row at any time du
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import validation
-from nwor_ops.vllm.audit.watch import REST_BYTES, Pages, RecurrentGroup, WatchedStorage
+from nwor_ops.vllm.audit.watch import REST_BYTES, Pages, RecurrentGroup, Tiles, WatchedStorage
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.layers.target import TargetLayer, elements, positions, same_place
 
@@ -136,7 +137,17 @@ class CacheAudit(StepListener):
         # Caches of several layers may lie in one storage, and even share bytes.
         storages = {layer.kv_cache.untyped_storage().data_ptr(): layer.kv_cache.untyped_storage() for layer in layers}
         share = rest_bytes // max(1, len(storages))
-        self._watched = {address: WatchedStorage(storage, share) for address, storage in storages.items()}
+        # The layout of a storage: its size, and the place and group of each plane in it. Most models have one.
+        layouts: dict[int, list[Any]] = {address: [storage.nbytes()] for address, storage in storages.items()}
+        for layer in layers:
+            for view in (plane.view for plane in layer.cache.planes):
+                place = view.storage_offset(), view.shape, view.stride(), view.dtype
+                layouts[layer.kv_cache.untyped_storage().data_ptr()].append((layer.group, *place))
+        tiles: dict[tuple[Any, ...], Tiles] = {}
+        self._watched = {
+            address: WatchedStorage(storage, tiles.setdefault(tuple(layouts[address]), Tiles(storage, share)))
+            for address, storage in storages.items()
+        }
         self._watched_of = {layer.name: self._watched[layer.kv_cache.untyped_storage().data_ptr()] for layer in layers}
         self._recurrent = recurrent
         self._shadow_blocks = shadow_blocks or {}
@@ -160,17 +171,14 @@ class CacheAudit(StepListener):
         slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
         self._step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots)
         recurrent = [group.blocks() for group in self._recurrent]
+        counts = (len(blocks) * group.block_bytes for group, blocks in zip(self._recurrent, recurrent, strict=True))
+        self._totals.recurrent_bytes += sum(counts)
         written = {group: (own[own >= 0] // self._block_sizes[group]).unique() for group, own in slots.items()}
-        for address, watched in self._watched.items():
-            states = [
-                (state, blocks)
-                for group, blocks in zip(self._recurrent, recurrent, strict=True)
-                for state in group.states
-                if state.untyped_storage().data_ptr() == address
-            ]
-            watched.watch(self._pages(watched, written))
+        for tiles, watched in {watched.tiles: watched for watched in self._watched.values()}.items():
+            tiles.watch(self._pages(watched, written))
+        for watched in self._watched.values():
             watched.expect(watched.read())
-            watched.left_out = self._left_out(watched, written, states)
+            watched.left_out = functools.cache(functools.partial(self._left_out, watched, written, recurrent))
 
     def loading(self) -> None:
         """Copy the cache before a KV connector loads rows or waits for them."""
@@ -281,9 +289,12 @@ class CacheAudit(StepListener):
 
     def _write(self, slot_mappings: Mapping[str, Tensor]) -> None:
         """Write the recorded rows to the image by vLLM's own writers. Those of negative slots are skipped."""
+        on_device: dict[str, Tensor] = {}
         for name, recorder in self._recorders.items():
             layer = self._layers[name]
-            slots = slot_mappings[layer.group].to(recorder.key.device)
+            if layer.group not in on_device:
+                on_device[layer.group] = slot_mappings[layer.group].to(recorder.key.device)
+            slots = on_device[layer.group]
             tokens = slice(len(slots))
             slots = slots.masked_fill(recorder.slot_mapping[tokens] < 0, -1)
             image = same_place(layer.kv_cache, self._watched_of[name].image)
@@ -430,17 +441,18 @@ class CacheAudit(StepListener):
     # ------------------------------------------------------------ bytes that are compared, and those that are not
 
     def _left_out(
-        self, watched: WatchedStorage, written: Mapping[str, Tensor], states: Sequence[tuple[Tensor, Tensor]]
+        self, watched: WatchedStorage, written: Mapping[str, Tensor], recurrent: Sequence[Tensor]
     ) -> Tensor | None:
         """Return what others may change: states of this step, shadow pages, and what a KV connector may write."""
-        if not self.others_write and not states and not self._shadow_blocks:
+        if not self.others_write and not recurrent and not self._shadow_blocks:
             return None
         marks = watched.marks(int(self.others_write))
         for pages in self._pages(watched, written):
             pages.mark(marks, 0)
-        for state, blocks in states:
-            same_place(state.view(torch.uint8), marks.untyped_storage())[blocks] = 1
-            self._totals.recurrent_bytes += len(blocks) * state[0].nbytes
+        for group, blocks in zip(self._recurrent, recurrent, strict=True):
+            for state in group.states:
+                if state.untyped_storage().data_ptr() == watched.storage.data_ptr():
+                    same_place(state.view(torch.uint8), marks.untyped_storage())[blocks] = 1
         shadow = {group: torch.tensor(blocks, device="cpu") for group, blocks in self._shadow_blocks.items()}
         for pages in self._pages(watched, shadow):
             pages.mark(marks, 1)

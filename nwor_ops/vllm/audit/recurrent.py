@@ -17,7 +17,7 @@ layers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -171,10 +171,12 @@ class StateAudit(StepListener, RecurrentListener):
                     f"recorded"
                 )
         plan, layers = [row for row, _ in checks], group.layers.values()
+        device = next(iter(layers)).kv_cache[1].device
         sources = [row[0] for row, kept in checks if not row[1] or kept[row[1] - 1] is None]
-        numbers = _numbers(digests(layer.kv_cache[1][sources]) for layer in layers) if sources else []
+        blocks = torch.tensor(sources, device=device)
+        numbers = _numbers(digests(layer.kv_cache[1][blocks]) for layer in layers) if sources else []
         at_source = dict(zip(sources, numbers, strict=True))
-        found = _numbers(digests(_stored(layer, plan)) for layer in layers)
+        found = _numbers(digests(states) for states in _stored(layers, plan, device))
         for ((source, rows, _, target), kept), stored in zip(checks, found, strict=True):
             after = kept[rows - 1] if rows else None
             for index, name in enumerate(group.layers):
@@ -228,19 +230,23 @@ def _numbers(of_layers: Iterable[Tensor]) -> list[list[int]]:
     return numbers
 
 
-def _stored(layer: Any, plan: list[list[int]]) -> Tensor:
-    """Return the state that each row of a plan stored, or would store if it has no target."""
-    states: Tensor = layer.kv_cache[1][[row[3] for row in plan]]  # a copy
-    if without := [index for index, row in enumerate(plan) if not row[3]]:
-        cache = layer.recurrent_cache
-        of_block = torch.tensor([0, *(plan[index][0] for index in without)], device=cache.device)
-        state, keys, norms, decays, updates = (tensor[of_block] for tensor in (cache.state, *cache.records))  # copies
-        rows = [[number, *plan[index][1:3], number] for number, index in enumerate(without, start=1)]
-        number = torch.zeros_like(layer.layer_window)
-        of_copies = torch.tensor(rows, dtype=torch.int32, device=cache.device)
-        ops.gated_delta_fold([state], [keys], [norms], [decays], [updates], [number], of_copies, chunk=cache.chunk)
-        states[without] = state[1:]
-    return states
+def _stored(layers: Iterable[Any], plan: list[list[int]], device: torch.device) -> Iterator[Tensor]:
+    """Yield, for each layer, the state that each row of a plan stored, or would store if it has no target."""
+    without = [index for index, row in enumerate(plan) if not row[3]]
+    rows = [[number, *plan[index][1:3], number] for number, index in enumerate(without, start=1)]
+    targets = torch.tensor([row[3] for row in plan], device=device)
+    of_block = torch.tensor([0, *(plan[index][0] for index in without)], device=device)
+    of_copies = torch.tensor(rows, dtype=torch.int32, device=device)
+    indices = torch.tensor(without, device=device)
+    for layer in layers:
+        states: Tensor = layer.kv_cache[1][targets]  # a copy
+        if without:
+            cache = layer.recurrent_cache
+            state, keys, norms, decays, updates = (tensor[of_block] for tensor in (cache.state, *cache.records))
+            number = torch.zeros_like(layer.layer_window)
+            ops.gated_delta_fold([state], [keys], [norms], [decays], [updates], [number], of_copies, chunk=cache.chunk)
+            states[indices] = state[1:]
+        yield states
 
 
 def _ring_of(group: Any) -> int:

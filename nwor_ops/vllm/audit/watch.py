@@ -15,6 +15,7 @@ audit excludes the states, and nothing else, in two kinds of blocks:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -67,50 +68,67 @@ class Pages:
         marks.as_strided((self._count, self.length), (self._stride, 1), self._first)[self._blocks] = value
 
 
+class Tiles:
+    """The tiles that a step watches, of all storages with the same layout.
+
+    Args:
+        storage: one of them.
+        rest_bytes: number of bytes of the rest that each step watches in each of them.
+
+    Attributes:
+        size: bytes of a tile.
+        watched: the numbers of the watched tiles, int64, ascending.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, rest_bytes: int) -> None:
+        num_bytes = storage.nbytes()
+        self.size = min(_LARGEST_TILE, num_bytes & -num_bytes)
+        self._marks = torch.zeros(num_bytes // self.size, dtype=torch.bool, device=storage.device)
+        self._rest, self._next = min(-(-rest_bytes // self.size), len(self._marks)), 0
+        self.watched = torch.zeros(0, dtype=torch.int64, device=storage.device)
+
+    def watch(self, pages: Iterable[Pages]) -> None:
+        """Watch these pages and the next part of the rest, from now on."""
+        count, device = len(self._marks), self._marks.device
+        self._marks.zero_()
+        for page in pages:
+            first, last = page.starts // self.size, (page.starts + page.length - 1) // self.size
+            tiles = first[:, None] + torch.arange(page.length // self.size + 2, device=device)
+            self._marks[torch.minimum(tiles, last[:, None])] = True
+        self._marks[(self._next + torch.arange(self._rest, device=device)) % count] = True
+        self._next = (self._next + self._rest) % count
+        self.watched = self._marks.nonzero().flatten()
+
+
 class WatchedStorage:
     """One storage of the cache, and its image: the bytes that it must hold.
 
     Args:
         storage: the storage.
-        rest_bytes: number of bytes of the rest that each step watches.
+        tiles: the tiles that a step watches.
 
     Attributes:
         image: a copy of the storage, of which only watched bytes are valid.
-        left_out: the watched bytes that others may change in this step, bool ``[tiles, bytes]``, or None.
+        left_out: returns the watched bytes that others may change in this step, bool ``[tiles, bytes]``, or None.
+            Called only if storage and image differ.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, rest_bytes: int) -> None:
-        size = storage.nbytes()
+    def __init__(self, storage: torch.UntypedStorage, tiles: Tiles) -> None:
         self.storage, self.image = storage, torch.empty_like(bytes_of(storage)).untyped_storage()
-        self.left_out: Tensor | None = None
+        self.tiles = tiles
+        self.left_out: Callable[[], Tensor | None] = lambda: None
         self._all_marks: Tensor | None = None
-        self._tile = min(_LARGEST_TILE, size & -size)
-        self._watched = torch.zeros(size // self._tile, dtype=torch.bool, device=storage.device)
-        self._rest, self._next = min(-(-rest_bytes // self._tile), len(self._watched)), 0
-        self.tiles = torch.zeros(0, dtype=torch.int64, device=storage.device)
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes that this step watches."""
-        return len(self.tiles) * self._tile
-
-    def watch(self, pages: Iterable[Pages]) -> None:
-        """Watch these pages and the next part of the rest, from now on."""
-        count, device = len(self._watched), self._watched.device
-        self._watched.zero_()
-        for page in pages:
-            first, last = page.starts // self._tile, (page.starts + page.length - 1) // self._tile
-            tiles = first[:, None] + torch.arange(page.length // self._tile + 2, device=device)
-            self._watched[torch.minimum(tiles, last[:, None])] = True
-        self._watched[(self._next + torch.arange(self._rest, device=device)) % count] = True
-        self._next = (self._next + self._rest) % count
-        self.tiles = self._watched.nonzero().flatten()
+        return len(self.tiles.watched) * self.tiles.size
 
     def read(self, storage: torch.UntypedStorage | None = None) -> Tensor:
         """Return the watched bytes of the storage, or of another one of its size: ``[tiles, bytes]``, uint8."""
         tiles = self._words(storage or self.storage)
-        if len(self.tiles) < len(tiles):
-            tiles = tiles.index_select(0, self.tiles)
+        if len(self.tiles.watched) < len(tiles):
+            tiles = tiles.index_select(0, self.tiles.watched)
         return tiles.view(torch.uint8)
 
     def expect(self, values: Tensor) -> None:
@@ -125,7 +143,7 @@ class WatchedStorage:
         if self._all_marks is None:
             self._all_marks = torch.zeros_like(bytes_of(self.storage))
         if isinstance(values, int):
-            self._all_marks.view(-1, self._tile).index_fill_(0, self.tiles, values)
+            self._all_marks.view(-1, self.tiles.size).index_fill_(0, self.tiles.watched, values)
         else:
             self._write(self._all_marks.untyped_storage(), values)
         return self._all_marks
@@ -140,22 +158,22 @@ class WatchedStorage:
         if torch.equal(present.view(-1), expected.view(-1)):
             return None
         wrong = present != expected
-        if self.left_out is not None:
-            wrong &= ~self.left_out
+        if (left_out := self.left_out()) is not None:
+            wrong &= ~left_out
         return self.marks(wrong) if wrong.any() else None
 
     def offsets(self, marks: Tensor) -> Tensor:
         """Return the offsets of the marked bytes in the storage."""
         rows, within = self.marked(marks).nonzero().unbind(1)
-        return self.tiles[rows] * self._tile + within
+        return self.tiles.watched[rows] * self.tiles.size + within
 
     def _write(self, storage: torch.UntypedStorage, values: Tensor) -> None:
         words = self._words(storage)
-        words.index_copy_(0, self.tiles, values.view(words.dtype))
+        words.index_copy_(0, self.tiles.watched, values.view(words.dtype))
 
     def _words(self, storage: torch.UntypedStorage) -> Tensor:
-        dtype = torch.int64 if self._tile % 8 == 0 else torch.uint8
-        return bytes_of(storage).view(dtype).view(len(self._watched), -1)
+        dtype = torch.int64 if self.tiles.size % 8 == 0 else torch.uint8
+        return bytes_of(storage).view(dtype).view(storage.nbytes() // self.tiles.size, -1)
 
 
 def states_of(layer: Any) -> tuple[Tensor, ...]:
@@ -180,6 +198,11 @@ class RecurrentGroup:
     block_size: int
     states: tuple[Tensor, ...]
     rows: Callable[[], Iterable[tuple[int, list[int]]]]
+
+    @functools.cached_property
+    def block_bytes(self) -> int:
+        """Number of bytes of all states in a block."""
+        return sum(state[0].nbytes for state in self.states)
 
     def blocks(self) -> Tensor:
         """Return the blocks whose states this batch may change, and block 0: int64 on the device of the states."""

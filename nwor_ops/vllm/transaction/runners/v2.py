@@ -66,9 +66,11 @@ class V2(RunnerAttachment):
         batch, tables, number = self._batch, self.runner.block_tables, int(group)
         starts = batch.query_start_loc[: batch.num_reqs + 1].cpu()
         computed = batch.seq_lens[: batch.num_reqs].cpu() - starts.diff()
-        for tokens, request in zip(computed.tolist(), batch.idx_mapping_np.tolist(), strict=False):
-            length = int(tables.num_blocks.np[number, request])
-            yield tokens, tables.block_tables[number].gpu[request, :length].tolist()
+        requests = batch.idx_mapping_np.tolist()
+        rows = tables.block_tables[number].gpu[requests].tolist()
+        lengths = tables.num_blocks.np[number, requests].tolist()
+        for tokens, row, length in zip(computed.tolist(), rows, lengths, strict=False):
+            yield tokens, row[:length]
 
     def drafter_layers(self) -> set[str]:
         if (count := self.runner.model_state.num_new_sampled_tokens_per_step) != 1:
