@@ -45,8 +45,7 @@ def test_a_step_as_it_should_be() -> None:
     step.audit.begin([0, 1], [0], {"0": SLOTS[:1]})
     step.compare()
     summary = step.audit.summary()
-    assert (summary["drafted"], summary["accepted"], summary["rejected"]) == (2, 1, 1)
-    assert summary["stale_rows"] == 0
+    assert [summary[name] for name in ("drafted", "accepted", "rejected", "stale_rows")] == [2, 1, 1, 0]
 
 
 @pytest.mark.parametrize("offset", [-4, 7, 2**40])
@@ -115,6 +114,14 @@ def test_steps_compare_few_tiles_of_large_cache() -> None:
     for _ in range(TILES):
         step.run(None)
     assert TILES * 3 * TILE < step.audit.summary()["bytes_compared"] <= TILES * 4 * TILE
+
+
+def test_storages_watch_pages_of_their_groups() -> None:
+    caches = enumerate(torch.ones(TILES, BLOCK_SIZE, HEADS, TILE // 32) for _ in range(3))
+    layers = [TargetLayer(str(n), "001"[n], cache, LayerCache.packed(cache), write_rows) for n, cache in caches]
+    audit = CacheAudit(layers, 8, rest_bytes=0)
+    audit.begin([0, 1], [0], {"0": torch.tensor([5 * BLOCK_SIZE]), "1": torch.tensor([9 * BLOCK_SIZE])})
+    assert [watched.tiles.watched.tolist() for watched in audit._watched.values()] == [[5], [5], [9]]
 
 
 # ---------------------------------------------------------------- loads of a KV connector
