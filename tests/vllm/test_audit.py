@@ -121,7 +121,7 @@ def test_storages_watch_pages_of_their_groups() -> None:
     layers = [TargetLayer(str(n), "001"[n], cache, LayerCache.packed(cache), write_rows) for n, cache in caches]
     audit = CacheAudit(layers, 8, rest_bytes=0)
     audit.begin([0, 1], [0], {"0": torch.tensor([5 * BLOCK_SIZE]), "1": torch.tensor([9 * BLOCK_SIZE])})
-    assert [watched.tiles.watched.tolist() for watched in audit._watched.values()] == [[5], [5], [9]]
+    assert [watched.tiles.numbers.tolist() for watched in audit._watched.values()] == [[5], [5], [9]]
 
 
 # ---------------------------------------------------------------- loads of a KV connector

@@ -161,7 +161,7 @@ class Step:
         self.cache = torch.ones(BLOCKS, SIZE, HEADS, 2 * WIDTH, dtype=torch.bfloat16)
         self.pages = self.cache.view(BLOCKS, -1).view(torch.uint8)
         state = self.pages[:, :STATE].view(torch.float32).view(BLOCKS, 2, 5)
-        recurrent = RecurrentGroup(SIZE, (state,), lambda: self.rows)
+        recurrent = RecurrentGroup(SIZE, (state, torch.zeros(BLOCKS, 5)), lambda: self.rows)  # the second is elsewhere
         layer = TargetLayer("target", "0", self.cache, LayerCache.packed(self.cache), write_rows)
         self.audit = make([layer], 8, recurrent=[recurrent])
 
@@ -217,7 +217,7 @@ def test_shadow_pages_and_states_are_left_out_together() -> None:
     step = Step(functools.partial(CacheAudit, shadow_blocks={"0": range(6, 8)}))
     step.audit.begin([0, 3], [2], {"0": SLOTS})
     [watched] = step.audit._watched.values()
-    marked = watched.left_out()
+    marked = step.audit._left_out(step.audit._step, watched)
     assert marked.view(BLOCKS, -1).sum(1).tolist() == [STATE, 0, 0, STATE, STATE, 0, 256, 256]
 
 

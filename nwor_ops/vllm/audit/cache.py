@@ -76,6 +76,9 @@ class AuditedStep:
     query_start_loc: list[int]
     num_draft_tokens: list[int]
     slot_mappings: dict[str, Tensor]
+    written: dict[str, Tensor]  # the blocks of these slots, by group, on the CPU
+    recurrent: list[Tensor]  # for each recurrent group, the blocks whose states the step may change
+    left_out: dict[WatchedStorage, Tensor] = field(default_factory=dict)  # made when they are needed
     before_load: dict[int, Tensor] = field(default_factory=dict)  # the watched bytes, by address of the storage
     # The slot of each token of the open window, by group: in a shadow page if the token was redirected.
     redirected: dict[str, Tensor] = field(default_factory=dict)
@@ -150,6 +153,10 @@ class CacheAudit(StepListener):
         }
         self._watched_of = {layer.name: self._watched[layer.kv_cache.untyped_storage().data_ptr()] for layer in layers}
         self._recurrent = recurrent
+        self._state_bytes = [  # of a block, for each recurrent group
+            sum(state[0].nbytes for state in group.states if state.untyped_storage().data_ptr() in storages)
+            for group in recurrent
+        ]
         self._shadow_blocks = shadow_blocks or {}
         self._max_num_tokens = max_num_tokens
         self._recorders: dict[str, _Recorder] = {}
@@ -169,16 +176,16 @@ class CacheAudit(StepListener):
             recorder.slot_mapping.fill_(-1)  # no layer has written in this step yet
         starts = [int(start) for start in query_start_loc]
         slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
-        self._step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots)
-        recurrent = [group.blocks() for group in self._recurrent]
-        counts = (len(blocks) * group.block_bytes for group, blocks in zip(self._recurrent, recurrent, strict=True))
-        self._totals.recurrent_bytes += sum(counts)
         written = {group: (own[own >= 0] // self._block_sizes[group]).unique() for group, own in slots.items()}
-        for tiles, watched in {watched.tiles: watched for watched in self._watched.values()}.items():
+        recurrent = [group.blocks() for group in self._recurrent]
+        self._step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots, written, recurrent)
+        sizes = zip(recurrent, self._state_bytes, strict=True)
+        self._totals.recurrent_bytes += sum(len(blocks) * size for blocks, size in sizes)
+        of_layouts = {watched.tiles: watched for watched in self._watched.values()}  # one storage for all of a layout
+        for tiles, watched in of_layouts.items():
             tiles.watch(self._pages(watched, written))
         for watched in self._watched.values():
             watched.expect(watched.read())
-            watched.left_out = functools.cache(functools.partial(self._left_out, watched, written, recurrent))
 
     def loading(self) -> None:
         """Copy the cache before a KV connector loads rows or waits for them."""
@@ -361,7 +368,7 @@ class CacheAudit(StepListener):
         rejected = rejected or {}
         stale: dict[str, set[int]] = {group: set() for group in rejected}
         for watched in self._watched.values():
-            wrong = watched.differences()
+            wrong = watched.differences(functools.partial(self._left_out, step, watched))
             if wrong is None:
                 continue
             for group, slots in self._take_slots(watched, wrong, rejected).items():
@@ -440,23 +447,25 @@ class CacheAudit(StepListener):
 
     # ------------------------------------------------------------ bytes that are compared, and those that are not
 
-    def _left_out(
-        self, watched: WatchedStorage, written: Mapping[str, Tensor], recurrent: Sequence[Tensor]
-    ) -> Tensor | None:
-        """Return what others may change: states of this step, shadow pages, and what a KV connector may write."""
-        if not self.others_write and not recurrent and not self._shadow_blocks:
+    def _left_out(self, step: AuditedStep, watched: WatchedStorage) -> Tensor | None:
+        """Return the watched bytes that others may change, bool ``[tiles, bytes]``: states of this step, shadow pages,
+        and what a KV connector may write."""
+        if not self.others_write and not step.recurrent and not self._shadow_blocks:
             return None
+        if watched in step.left_out:
+            return step.left_out[watched]
         marks = watched.marks(int(self.others_write))
-        for pages in self._pages(watched, written):
+        for pages in self._pages(watched, step.written):
             pages.mark(marks, 0)
-        for group, blocks in zip(self._recurrent, recurrent, strict=True):
+        for group, blocks in zip(self._recurrent, step.recurrent, strict=True):
             for state in group.states:
                 if state.untyped_storage().data_ptr() == watched.storage.data_ptr():
                     same_place(state.view(torch.uint8), marks.untyped_storage())[blocks] = 1
         shadow = {group: torch.tensor(blocks, device="cpu") for group, blocks in self._shadow_blocks.items()}
         for pages in self._pages(watched, shadow):
             pages.mark(marks, 1)
-        return watched.marked(marks)
+        step.left_out[watched] = watched.marked(marks)
+        return step.left_out[watched]
 
     def _pages(self, watched: WatchedStorage, blocks: Mapping[str, Tensor]) -> Iterable[Pages]:
         """Return the pages in a storage of these blocks, by group."""

@@ -235,8 +235,8 @@ def _stored(layers: Iterable[Any], plan: list[list[int]], device: torch.device) 
     without = [index for index, row in enumerate(plan) if not row[3]]
     rows = [[number, *plan[index][1:3], number] for number, index in enumerate(without, start=1)]
     targets = torch.tensor([row[3] for row in plan], device=device)
-    of_block = torch.tensor([0, *(plan[index][0] for index in without)], device=device)
-    of_copies = torch.tensor(rows, dtype=torch.int32, device=device)
+    of_block = torch.tensor([0, *(plan[index][0] for index in without)], device=device)  # blocks to copy, and block 0
+    of_copies = torch.tensor(rows, dtype=torch.int32, device=device)  # the plan that folds the copies
     indices = torch.tensor(without, device=device)
     for layer in layers:
         states: Tensor = layer.kv_cache[1][targets]  # a copy

@@ -15,7 +15,6 @@ audit excludes the states, and nothing else, in two kinds of blocks:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +76,7 @@ class Tiles:
 
     Attributes:
         size: bytes of a tile.
-        watched: the numbers of the watched tiles, int64, ascending.
+        numbers: the watched tiles, int64, ascending.
     """
 
     def __init__(self, storage: torch.UntypedStorage, rest_bytes: int) -> None:
@@ -85,7 +84,7 @@ class Tiles:
         self.size = min(_LARGEST_TILE, num_bytes & -num_bytes)
         self._marks = torch.zeros(num_bytes // self.size, dtype=torch.bool, device=storage.device)
         self._rest, self._next = min(-(-rest_bytes // self.size), len(self._marks)), 0
-        self.watched = torch.zeros(0, dtype=torch.int64, device=storage.device)
+        self.numbers = torch.zeros(0, dtype=torch.int64, device=storage.device)
 
     def watch(self, pages: Iterable[Pages]) -> None:
         """Watch these pages and the next part of the rest, from now on."""
@@ -97,7 +96,7 @@ class Tiles:
             self._marks[torch.minimum(tiles, last[:, None])] = True
         self._marks[(self._next + torch.arange(self._rest, device=device)) % count] = True
         self._next = (self._next + self._rest) % count
-        self.watched = self._marks.nonzero().flatten()
+        self.numbers = self._marks.nonzero().flatten()
 
 
 class WatchedStorage:
@@ -109,26 +108,23 @@ class WatchedStorage:
 
     Attributes:
         image: a copy of the storage, of which only watched bytes are valid.
-        left_out: returns the watched bytes that others may change in this step, bool ``[tiles, bytes]``, or None.
-            Called only if storage and image differ.
     """
 
     def __init__(self, storage: torch.UntypedStorage, tiles: Tiles) -> None:
         self.storage, self.image = storage, torch.empty_like(bytes_of(storage)).untyped_storage()
         self.tiles = tiles
-        self.left_out: Callable[[], Tensor | None] = lambda: None
         self._all_marks: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes that this step watches."""
-        return len(self.tiles.watched) * self.tiles.size
+        return len(self.tiles.numbers) * self.tiles.size
 
     def read(self, storage: torch.UntypedStorage | None = None) -> Tensor:
         """Return the watched bytes of the storage, or of another one of its size: ``[tiles, bytes]``, uint8."""
         tiles = self._words(storage or self.storage)
-        if len(self.tiles.watched) < len(tiles):
-            tiles = tiles.index_select(0, self.tiles.watched)
+        if len(self.tiles.numbers) < len(tiles):
+            tiles = tiles.index_select(0, self.tiles.numbers)
         return tiles.view(torch.uint8)
 
     def expect(self, values: Tensor) -> None:
@@ -143,7 +139,7 @@ class WatchedStorage:
         if self._all_marks is None:
             self._all_marks = torch.zeros_like(bytes_of(self.storage))
         if isinstance(values, int):
-            self._all_marks.view(-1, self.tiles.size).index_fill_(0, self.tiles.watched, values)
+            self._all_marks.view(-1, self.tiles.size).index_fill_(0, self.tiles.numbers, values)
         else:
             self._write(self._all_marks.untyped_storage(), values)
         return self._all_marks
@@ -152,24 +148,27 @@ class WatchedStorage:
         """Return which watched bytes are marked, bool ``[tiles, bytes]``."""
         return self.read(marks.untyped_storage()) != 0
 
-    def differences(self) -> Tensor | None:
-        """Return marks of the bytes in which storage and image differ, without those left out. None: there are none."""
+    def differences(self, left_out: Callable[[], Tensor | None]) -> Tensor | None:
+        """Return marks of the bytes in which storage and image differ, or None.
+
+        ``left_out`` is called if they differ, and returns the watched bytes that may: bool ``[tiles, bytes]``, or None.
+        """
         present, expected = self.read(), self.read(self.image)
         if torch.equal(present.view(-1), expected.view(-1)):
             return None
         wrong = present != expected
-        if (left_out := self.left_out()) is not None:
-            wrong &= ~left_out
+        if (may := left_out()) is not None:
+            wrong &= ~may
         return self.marks(wrong) if wrong.any() else None
 
     def offsets(self, marks: Tensor) -> Tensor:
         """Return the offsets of the marked bytes in the storage."""
         rows, within = self.marked(marks).nonzero().unbind(1)
-        return self.tiles.watched[rows] * self.tiles.size + within
+        return self.tiles.numbers[rows] * self.tiles.size + within
 
     def _write(self, storage: torch.UntypedStorage, values: Tensor) -> None:
         words = self._words(storage)
-        words.index_copy_(0, self.tiles.watched, values.view(words.dtype))
+        words.index_copy_(0, self.tiles.numbers, values.view(words.dtype))
 
     def _words(self, storage: torch.UntypedStorage) -> Tensor:
         dtype = torch.int64 if self.tiles.size % 8 == 0 else torch.uint8
@@ -198,11 +197,6 @@ class RecurrentGroup:
     block_size: int
     states: tuple[Tensor, ...]
     rows: Callable[[], Iterable[tuple[int, list[int]]]]
-
-    @functools.cached_property
-    def block_bytes(self) -> int:
-        """Number of bytes of all states in a block."""
-        return sum(state[0].nbytes for state in self.states)
 
     def blocks(self) -> Tensor:
         """Return the blocks whose states this batch may change, and block 0: int64 on the device of the states."""

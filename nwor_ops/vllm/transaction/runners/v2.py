@@ -66,10 +66,10 @@ class V2(RunnerAttachment):
         batch, tables, number = self._batch, self.runner.block_tables, int(group)
         starts = batch.query_start_loc[: batch.num_reqs + 1].cpu()
         computed = batch.seq_lens[: batch.num_reqs].cpu() - starts.diff()
-        requests = batch.idx_mapping_np.tolist()
+        requests = batch.idx_mapping_np[: batch.num_reqs].tolist()
         rows = tables.block_tables[number].gpu[requests].tolist()
         lengths = tables.num_blocks.np[number, requests].tolist()
-        for tokens, row, length in zip(computed.tolist(), rows, lengths, strict=False):
+        for tokens, row, length in zip(computed.tolist(), rows, lengths, strict=True):
             yield tokens, row[:length]
 
     def drafter_layers(self) -> set[str]:
