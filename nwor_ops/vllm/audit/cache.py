@@ -77,8 +77,8 @@ class AuditedStep:
     num_draft_tokens: list[int]
     slot_mappings: dict[str, Tensor]
     written: dict[str, Tensor]  # the blocks of these slots, by group, on the CPU
-    recurrent: list[Tensor]  # for each recurrent group, the blocks whose states the step may change
-    left_out: dict[WatchedStorage, Tensor] = field(default_factory=dict)  # made when they are needed
+    recurrent: list[Tensor]  # the blocks whose states the step may change, for each recurrent group
+    left_out: dict[WatchedStorage, Tensor] = field(default_factory=dict)  # what CacheAudit._left_out returned
     before_load: dict[int, Tensor] = field(default_factory=dict)  # the watched bytes, by address of the storage
     # The slot of each token of the open window, by group: in a shadow page if the token was redirected.
     redirected: dict[str, Tensor] = field(default_factory=dict)
@@ -138,23 +138,24 @@ class CacheAudit(StepListener):
         self.others_write = others_write
         self._layers = {layer.name: layer for layer in layers}
         # Caches of several layers may lie in one storage, and even share bytes.
-        storages = {layer.kv_cache.untyped_storage().data_ptr(): layer.kv_cache.untyped_storage() for layer in layers}
-        share = rest_bytes // max(1, len(storages))
-        # The layout of a storage: its size, and the place and group of each plane in it. Most models have one.
-        layouts: dict[int, list[Any]] = {address: [storage.nbytes()] for address, storage in storages.items()}
+        of_storages: dict[int, list[TargetLayer]] = {}
         for layer in layers:
-            for view in (plane.view for plane in layer.cache.planes):
-                place = view.storage_offset(), view.shape, view.stride(), view.dtype
-                layouts[layer.kv_cache.untyped_storage().data_ptr()].append((layer.group, *place))
+            of_storages.setdefault(layer.kv_cache.untyped_storage().data_ptr(), []).append(layer)
+        share = rest_bytes // max(1, len(of_storages))
+        # Storages with pages of the same groups at the same places share their tiles.
         tiles: dict[tuple[Any, ...], Tiles] = {}
-        self._watched = {
-            address: WatchedStorage(storage, tiles.setdefault(tuple(layouts[address]), Tiles(storage, share)))
-            for address, storage in storages.items()
-        }
-        self._watched_of = {layer.name: self._watched[layer.kv_cache.untyped_storage().data_ptr()] for layer in layers}
+        self._watched: dict[int, WatchedStorage] = {}
+        for address, own in of_storages.items():
+            storage = own[0].kv_cache.untyped_storage()
+            pages = ((layer.group, plane.view) for layer in own for plane in layer.cache.planes)
+            places = ((group, view.storage_offset(), view.shape, view.stride(), view.dtype) for group, view in pages)
+            layout = (storage.nbytes(), *places)
+            self._watched[address] = WatchedStorage(storage, tiles.setdefault(layout, Tiles(storage, share)))
+        self._watched_of = {layer.name: self._watched[address] for address, own in of_storages.items() for layer in own}
         self._recurrent = recurrent
-        self._state_bytes = [  # of a block, for each recurrent group
-            sum(state[0].nbytes for state in group.states if state.untyped_storage().data_ptr() in storages)
+        # For each recurrent group: the bytes of a block's states, in watched storages.
+        self._state_bytes = [
+            sum(state[0].nbytes for state in group.states if state.untyped_storage().data_ptr() in self._watched)
             for group in recurrent
         ]
         self._shadow_blocks = shadow_blocks or {}

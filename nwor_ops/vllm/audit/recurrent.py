@@ -171,7 +171,7 @@ class StateAudit(StepListener, RecurrentListener):
                     f"recorded"
                 )
         plan, layers = [row for row, _ in checks], group.layers.values()
-        device = next(iter(layers)).kv_cache[1].device
+        device = group.cursors.table.device
         sources = [row[0] for row, kept in checks if not row[1] or kept[row[1] - 1] is None]
         blocks = torch.tensor(sources, device=device)
         numbers = _numbers(digests(layer.kv_cache[1][blocks]) for layer in layers) if sources else []

@@ -137,13 +137,13 @@ class VllmStateAudit(StepListener):
             return
         before = torch.stack([kept[window.num_kept - 1] for window, kept in known])
         present = states[[window.source for window, _ in known]]
-        for index in range(len(known)) if differing_bytes(present, before) else ():
-            if count := differing_bytes(present[index], before[index]):
-                window, _ = known[index]
-                raise AuditError(
-                    f"{self._where_of(name, window)}: the state after {window.num_kept} tokens of the last window has "
-                    f"changed since: {count} bytes differ"
-                )
+        if differing_bytes(present, before):
+            counts = [differing_bytes(*states) for states in zip(present, before, strict=True)]
+            window, count = next((window, count) for (window, _), count in zip(known, counts, strict=True) if count)
+            raise AuditError(
+                f"{self._where_of(name, window)}: the state after {window.num_kept} tokens of the last window has "
+                f"changed since: {count} bytes differ"
+            )
         self._counts["states_compared"] += len(known)
 
     def _compare_stored(self, name: str, windows: list[_Window], expected: Tensor, stored: Tensor) -> None:
@@ -151,7 +151,7 @@ class VllmStateAudit(StepListener):
         relative, absolute = _TOLERANCES[stored.dtype]
         self._counts["states_computed"] += len(stored)
         error = (stored.float() - expected).abs_()
-        if error.sub_(expected.abs().mul_(relative)).max() <= absolute:  # NaN: no
+        if error.sub_(expected.abs().mul_(relative)).max() <= absolute:  # faster than isclose; NaN fails
             return
         differ = ~torch.isclose(stored.float(), expected, rtol=relative, atol=absolute)
         counts = differ.flatten(1).sum(1).tolist()
